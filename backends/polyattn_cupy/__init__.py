@@ -1,0 +1,116 @@
+"""CuPy as a polyattn backend: CUDA devices, on the current stream of each."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, Backend, Status
+
+__all__ = ["backend"]
+
+INSTALL = 'pip install "polyattn[cuda13x]"   (or [cuda12x], to match the CUDA driver)'
+
+
+class CupyBackend(Backend):
+    """CuPy arrays. CuPy imports without a GPU and fails at the first array, so its status asks for a device."""
+
+    name = "cupy"
+    array_modules = ("cupy",)
+
+    def status(self) -> Status:
+        """Import CuPy and count the CUDA devices."""
+        if importlib.util.find_spec("cupy") is None:
+            return Status("not installed", reason="the package cupy is missing", install=INSTALL)
+        try:
+            import cupy
+        except Exception as error:
+            return Status("unavailable", reason=f"import cupy failed: {error}", install=INSTALL)
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            return Status("unavailable", cupy.__version__, f"no CUDA device ({error})")
+        if not count:
+            return Status("unavailable", cupy.__version__, "no CUDA device")
+        return Status("ready", version=cupy.__version__)
+
+    def devices(self) -> tuple[str, ...]:
+        """List the CUDA devices, the current one first."""
+        import cupy
+
+        current = cupy.cuda.runtime.getDevice()
+        indices = sorted(range(cupy.cuda.runtime.getDeviceCount()), key=lambda i: i != current)
+        return tuple(f"cuda:{i}" for i in indices)
+
+    def namespace(self) -> Any:
+        """Return array-api-compat's CuPy."""
+        import array_api_compat.cupy as xp
+
+        return xp
+
+    def owns(self, x: object) -> bool:
+        """Recognise CuPy's ndarray."""
+        import cupy
+
+        return isinstance(x, cupy.ndarray)
+
+    def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
+        """Take a CuPy array, a NumPy array (copied to the device), or another library's CUDA array."""
+        import cupy
+
+        target = self.native_device(device) or cupy.cuda.Device()
+        if isinstance(x, cupy.ndarray | np.ndarray):
+            here = isinstance(x, cupy.ndarray) and x.device == target
+            if copy is False and not here:
+                raise ValueError(f"this array cannot reach cuda:{target.id} without a copy")
+            with target:
+                return cupy.array(x, copy=True) if copy or not here else x
+        with target:
+            shared = cupy.from_dlpack(x)
+            return shared.copy() if copy else shared
+
+    def device_of(self, x: Array) -> str:
+        """Return ``cuda:N``."""
+        return f"cuda:{x.device.id}"
+
+    def native_device(self, device: str | None) -> Any:
+        """Return a ``cupy.cuda.Device``."""
+        import cupy
+
+        return None if device is None else cupy.cuda.Device(int(device.partition(":")[2] or 0))
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        """Copy to the host, and wait for it."""
+        return np.asarray(x.get())
+
+    def takes(self, x: np.ndarray[Any, Any]) -> bool:
+        """Take any layout: it is copied to the device in any case."""
+        return bool(x.dtype.isnative)
+
+    def on_host(self, x: Array) -> bool:
+        """Never look: it would wait for the device."""
+        return False
+
+    def index_add(self, x: Array, index: Array, value: Array) -> Array:
+        """Use CuPy's atomic addition."""
+        import cupyx
+
+        result = x.copy()
+        cupyx.scatter_add(result, index, value)
+        return result
+
+    def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
+        """Write into ``x`` itself."""
+        x[(*(slice(None),) * (axis % x.ndim), slice(start, start + value.shape[axis]))] = value
+        return x
+
+    def synchronize(self, *arrays: Array) -> None:
+        """Wait for the current stream of each array's device."""
+        for x in arrays:
+            with x.device as device:
+                device.synchronize()
+
+
+backend = CupyBackend()

@@ -1,0 +1,170 @@
+"""JAX as a polyattn backend: eager and traced, on its default and its other devices."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, Backend, Cache, DTypeError, Status, dtype_name
+
+__all__ = ["backend"]
+
+INSTALL = 'pip install "polyattn[jax]"'
+WIDE = ("float64", "int64", "uint64", "complex128")
+
+
+@functools.cache
+def _jax() -> Any:
+    """Import JAX and tell it how a cache crosses the boundary of ``jax.jit``."""
+    import jax
+
+    jax.tree_util.register_dataclass(Cache, data_fields=Cache.DATA_FIELDS, meta_fields=Cache.STATIC_FIELDS)
+    return jax
+
+
+class JaxBackend(Backend):
+    """JAX arrays and tracers. polyattn never sets JAX's flags; 32-bit mode is the user's to leave."""
+
+    name = "jax"
+    array_modules = ("jax", "jaxlib")
+
+    def status(self) -> Status:
+        """Import JAX and ask for its devices."""
+        if importlib.util.find_spec("jax") is None:
+            return Status("not installed", reason="the package jax is missing", install=INSTALL)
+        try:
+            jax = _jax()
+            jax.devices()
+        except Exception as error:
+            return Status("unavailable", reason=f"jax failed: {error}", install=INSTALL)
+        return Status("ready", version=jax.__version__)
+
+    def devices(self) -> tuple[str, ...]:
+        """List the default platform's devices, then the host's."""
+        jax = _jax()
+        return tuple(dict.fromkeys(_device_name(d) for d in (*jax.devices(), *jax.devices("cpu"))))
+
+    def namespace(self) -> Any:
+        """Return ``jax.numpy``, which is an array API namespace."""
+        return _jax().numpy
+
+    def owns(self, x: object) -> bool:
+        """Recognise arrays and tracers."""
+        return isinstance(x, _jax().Array)
+
+    def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
+        """Take a JAX array, a packed NumPy array, or an array on a device that JAX addresses."""
+        jax = _jax()
+        if isinstance(x, jax.Array):
+            y = jax.numpy.array(x, copy=True) if copy else x
+        elif isinstance(x, np.ndarray) and dtype_name(x.dtype) == "bfloat16":  # outside DLPack's exchange with NumPy
+            y = jax.numpy.asarray(x)
+        else:
+            y = jax.dlpack.from_dlpack(x, copy=copy)
+        if device is None or self.device_of(y) in (device, None):
+            return y
+        if copy is False:
+            raise ValueError(f"an array on {self.device_of(y)} cannot reach {device} without a copy")
+        return jax.device_put(y, self.native_device(device))
+
+    def device_of(self, x: Array) -> str | None:
+        """Return the device of an array that has one; tracers and sharded arrays have none to name."""
+        if isinstance(x, _jax().core.Tracer):
+            return None
+        devices = x.devices()
+        return _device_name(next(iter(devices))) if len(devices) == 1 else None
+
+    def native_device(self, device: str | None) -> Any:
+        """Find the device of that name."""
+        if device is None:
+            return None
+        jax = _jax()
+        return next(d for d in (*jax.devices(), *jax.devices("cpu")) if _device_name(d) == device)
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        """View host memory, read-only; fetch it from other devices."""
+        return np.asarray(x)
+
+    def takes(self, x: np.ndarray[Any, Any]) -> bool:
+        """Share only packed, aligned, writable memory in the machine's byte order."""
+        return super().takes(x) and x.dtype.isnative
+
+    def dtype(self, name: str) -> Any:
+        """Return JAX's dtype, unless 32-bit mode would silently give another."""
+        if name in WIDE and not _jax().config.jax_enable_x64:
+            raise DTypeError(
+                f"jax is in 32-bit mode and has no {name}; enable it with "
+                'jax.config.update("jax_enable_x64", True), or JAX_ENABLE_X64=1 in the environment'
+            )
+        return np.dtype(super().dtype(name))
+
+    def pinned(self, x: Array) -> str | None:
+        """Keep tracers."""
+        return "is being traced by JAX" if isinstance(x, _jax().core.Tracer) else None
+
+    def on_host(self, x: Array) -> bool:
+        """Look only at concrete arrays on the CPU."""
+        device = self.device_of(x)
+        return device is not None and device.startswith("cpu")
+
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile with ``jax.jit``."""
+        return _jax().jit(function)  # type: ignore[no-any-return]  # JAX is Any to the type checker
+
+    def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
+        """Loop with ``lax.scan``, so that program and memory do not grow with the length."""
+        jax = _jax()
+        return jax.lax.scan(body, carry, jax.numpy.arange(length))  # type: ignore[no-any-return]
+
+    def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+        """Branch with ``lax.cond`` where the predicate is traced."""
+        if self.pinned(predicate) is None:
+            return super().cond(predicate, if_true, if_false)
+        return _jax().lax.cond(predicate, if_true, if_false)
+
+    def update_slice(self, x: Array, value: Array, start: Any, axis: int) -> Array:
+        """Write with ``dynamic_update_slice``: ``start`` may be traced, and a donated ``x`` is reused."""
+        return _jax().lax.dynamic_update_slice_in_dim(x, value, start, axis)
+
+    def index_add(self, x: Array, index: Array, value: Array) -> Array:
+        """Use JAX's scatter-add."""
+        return x.at[index].add(value)
+
+    def differentiable(
+        self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
+    ) -> Callable[..., Array]:
+        """Wrap the pair in ``custom_vjp`` where anything is traced."""
+        jax = _jax()
+
+        def op(*arrays: Array) -> Array:
+            return forward(*arrays)[0]
+
+        def op_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
+            return tuple(backward(dy, saved))
+
+        def call(*arrays: Array) -> Array:
+            if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+                return op(*arrays)
+            wrapped = jax.custom_vjp(op)
+            wrapped.defvjp(forward, op_backward)
+            return wrapped(*arrays)
+
+        return call
+
+    def synchronize(self, *arrays: Array) -> None:
+        """Wait for JAX's asynchronous dispatch."""
+        _jax().block_until_ready(arrays)
+
+
+def _device_name(device: Any) -> str:
+    if device.platform == "cpu":
+        return "cpu" if device.id == 0 else f"cpu:{device.id}"
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    return f"{platform}:{device.id}"
+
+
+backend = JaxBackend()

@@ -1,0 +1,73 @@
+"""NumPy as a polyattn backend: the host, with whatever BLAS NumPy was built on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, Backend, DTypeError, Status
+
+__all__ = ["backend"]
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays, scalars (its 0-d results) and memory maps."""
+
+    name = "numpy"
+    array_modules = ("numpy",)
+
+    def status(self) -> Status:
+        """Say ready: NumPy is a requirement of polyattn."""
+        return Status("ready", version=np.__version__)
+
+    def namespace(self) -> Any:
+        """Return array-api-compat's NumPy, the same for every NumPy 2."""
+        import array_api_compat.numpy as xp
+
+        return xp
+
+    def owns(self, x: object) -> bool:
+        """Recognise ndarray with its subclasses, and NumPy's scalars."""
+        return isinstance(x, np.ndarray | np.generic)
+
+    def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
+        """Return a NumPy array; conversion hands over none but host memory."""
+        return np.asarray(x, copy=copy)
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        """Return the array itself; a scalar becomes a 0-d array."""
+        return np.asarray(x)
+
+    def takes(self, x: np.ndarray[Any, Any]) -> bool:
+        """Share any layout; only read-only results of other libraries are copied, since ours are writable."""
+        return x.flags.writeable
+
+    def dtype(self, name: str) -> Any:
+        """Return NumPy's dtype, or ml_dtypes' bfloat16, which NumPy itself lacks."""
+        if name == "bfloat16":
+            try:
+                import ml_dtypes
+            except ImportError as error:
+                raise DTypeError("numpy has bfloat16 only with ml_dtypes: pip install ml_dtypes") from error
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(super().dtype(name))
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Silence NumPy's floating-point warnings: inf and NaN are results here, not accidents."""
+        return np.errstate(all="ignore")
+
+    def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
+        """Write into ``x`` itself."""
+        x[(*(slice(None),) * (axis % x.ndim), slice(start, start + value.shape[axis]))] = value
+        return x
+
+    def index_add(self, x: Array, index: Array, value: Array) -> Array:
+        """Use NumPy's unbuffered addition, which sums repeated rows."""
+        result = x.copy()
+        np.add.at(result, index, value)
+        return result
+
+
+backend = NumpyBackend()

@@ -1,0 +1,80 @@
+"""array-api-strict as a polyattn backend: the referee, which has the standard and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, Backend, Status
+
+__all__ = ["backend"]
+
+INSTALL = 'pip install "polyattn[strict]"'
+# Its two other devices exist to test libraries that lack 64-bit types.
+DEVICES = {"cpu": "CPU_DEVICE", "device1": "device1", "device2": "device2"}
+
+
+class StrictBackend(Backend):
+    """Arrays of array-api-strict. Its make-believe devices are real enough to catch a creation without ``device=``."""
+
+    name = "array-api-strict"
+    array_modules = ("array_api_strict",)
+
+    def status(self) -> Status:
+        """Import it."""
+        if importlib.util.find_spec("array_api_strict") is None:
+            return Status("not installed", reason="the package array-api-strict is missing", install=INSTALL)
+        import array_api_strict
+
+        return Status("ready", version=array_api_strict.__version__)
+
+    def devices(self) -> tuple[str, ...]:
+        """List its devices that have every dtype."""
+        return tuple(DEVICES)
+
+    def namespace(self) -> Any:
+        """Return the module itself."""
+        import array_api_strict
+
+        return array_api_strict
+
+    def owns(self, x: object) -> bool:
+        """Recognise its one array type."""
+        return isinstance(x, type(self.namespace().empty(())))
+
+    def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
+        """Take one of its arrays, or a NumPy array of a dtype that the standard has."""
+        xp = self.namespace()
+        if self.owns(x):
+            if copy is False and device != self.device_of(x):
+                raise ValueError(f"an array on {self.device_of(x)} cannot reach {device} without a copy")
+            y: Array = xp.asarray(x, copy=True) if copy else x
+            return y.to_device(self.native_device(device)) if device else y
+        return xp.asarray(x, device=self.native_device(device), copy=copy)
+
+    def device_of(self, x: Array) -> str:
+        """Spell the default device ``cpu``."""
+        native = str(x.device)
+        return next((name for name, spelt in DEVICES.items() if f"'{spelt}'" in native), native)
+
+    def native_device(self, device: str | None) -> Any:
+        """Return its Device object."""
+        return None if device is None else self.namespace().Device(DEVICES[device])
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        """View its memory through DLPack, which it offers on its CPU device."""
+        return np.asarray(np.from_dlpack(x.to_device(self.native_device("cpu"))))
+
+    def takes(self, x: np.ndarray[Any, Any]) -> bool:
+        """Share whatever is writable: it is NumPy underneath."""
+        return x.flags.writeable
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Silence the floating-point warnings of the NumPy underneath."""
+        return np.errstate(all="ignore")
+
+
+backend = StrictBackend()

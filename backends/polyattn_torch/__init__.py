@@ -1,0 +1,157 @@
+"""PyTorch as a polyattn backend, on the CPU, CUDA and Apple's MPS."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
+
+__all__ = ["backend"]
+
+INSTALL = 'pip install "polyattn[torch]"'
+
+
+class TorchBackend(Backend):
+    """Torch tensors, subclasses and wrapped ones included."""
+
+    name = "torch"
+    array_modules = ("torch",)
+
+    def status(self) -> Status:
+        """Import torch and say whether that went well."""
+        if importlib.util.find_spec("torch") is None:
+            return Status("not installed", reason="the package torch is missing", install=INSTALL)
+        try:
+            import torch
+        except Exception as error:
+            return Status("unavailable", reason=f"import torch failed: {error}", install=INSTALL)
+        return Status("ready", version=torch.__version__)
+
+    def devices(self) -> tuple[str, ...]:
+        """List the CPU, the CUDA devices and MPS, torch's own default first."""
+        import torch
+
+        found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        if torch.backends.mps.is_available():
+            found.append("mps:0")
+        default = str(torch.get_default_device())
+        return tuple(sorted(found, key=lambda name: name not in (default, f"{default}:0")))
+
+    def namespace(self) -> Any:
+        """Return array-api-compat's torch."""
+        import array_api_compat.torch as xp
+
+        return xp
+
+    def owns(self, x: object) -> bool:
+        """Recognise tensors."""
+        import torch
+
+        return isinstance(x, torch.Tensor)
+
+    def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
+        """Take a tensor, a NumPy view that torch can describe, or an array on a CUDA device."""
+        import torch
+
+        if isinstance(x, torch.Tensor):
+            tensor = x
+        elif isinstance(x, np.ndarray):
+            bits = dtype_name(x.dtype) == "bfloat16"  # NumPy's is a dtype of ml_dtypes, unknown to torch
+            tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(x)
+        else:
+            tensor = torch.from_dlpack(x)
+        target = tensor.device if device is None else torch.device(device)
+        if copy is False and target != tensor.device:
+            raise ValueError(f"a tensor on {tensor.device} cannot reach {target} without a copy")
+        return tensor.to(target, copy=bool(copy))
+
+    def device_of(self, x: Array) -> str:
+        """Return torch's own spelling."""
+        return str(x.device)
+
+    def native_device(self, device: str | None) -> Any:
+        """Return a ``torch.device``."""
+        import torch
+
+        return None if device is None else torch.device(device)
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        """View the tensor's memory; lazy negation and conjugation are carried out, other devices copied."""
+        import torch
+
+        x = x.detach().resolve_conj().resolve_neg().cpu()
+        if x.dtype != torch.bfloat16:
+            return np.asarray(x.numpy())
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise DTypeError("bfloat16 can leave torch only with ml_dtypes: pip install ml_dtypes") from error
+        return np.asarray(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+
+    def takes(self, x: np.ndarray[Any, Any]) -> bool:
+        """Refuse what torch cannot describe (it aborts on negative strides) or might write to by mistake."""
+        whole = all(n <= 1 or (s > 0 and s % x.itemsize == 0) for n, s in zip(x.shape, x.strides, strict=True))
+        return whole and x.flags.writeable and x.flags.aligned and x.dtype.isnative
+
+    def pinned(self, x: Array) -> str | None:
+        """Keep what autograd, torch.func or torch.compile follow."""
+        import torch
+        from torch._C import _functorch
+
+        if x.requires_grad:
+            return "requires gradients (detach() it if they are not wanted)"
+        if torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(x):
+            return "is being traced by torch"
+        return None
+
+    def on_host(self, x: Array) -> bool:
+        """Look only at real tensors on the CPU."""
+        import torch
+        from torch._C import _functorch
+
+        return bool(
+            x.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not _functorch.is_functorch_wrapped_tensor(x)
+        )
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Record no autograd graph."""
+        import torch
+
+        return torch.no_grad()  # type: ignore[no-any-return]  # torch is Any to the type checker
+
+    def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
+        """Write into ``x`` itself."""
+        x.narrow(axis, start, value.shape[axis]).copy_(value)
+        return x
+
+    def index_add(self, x: Array, index: Array, value: Array) -> Array:
+        """Use torch's own."""
+        return x.index_add(0, index, value)
+
+    def differentiable(
+        self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
+    ) -> Callable[..., Array]:
+        """Put the pair into autograd as one node, where any input requires gradients."""
+        from ._autograd import apply
+
+        return lambda *arrays: apply(forward, backward, arrays)
+
+    def synchronize(self, *arrays: Array) -> None:
+        """Wait for the devices of the arrays."""
+        import torch
+
+        for device in {x.device for x in arrays}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            elif device.type == "mps":
+                torch.mps.synchronize()
+
+
+backend = TorchBackend()

@@ -1,0 +1,66 @@
+"""polyattn: exact attention for any array library, with hand-written backward passes.
+
+You get back what you passed in; the backend that you selected is where it is
+computed; nothing moves behind your back.
+
+Examples
+--------
+>>> import numpy as np
+>>> import polyattn as pa
+>>> q, k, v = (np.random.default_rng(i).standard_normal((2, 8, 16, 64)) for i in range(3))
+>>> out, cache = pa.attention_forward(q, k, v, causal=True)
+>>> grads = pa.attention_backward(np.ones_like(out), cache)
+>>> out.shape, grads.k.shape
+((2, 8, 16, 64), (2, 8, 16, 64))
+"""
+
+from __future__ import annotations
+
+from . import functional, optim
+from ._version import __version__
+from .conversion import to_backend, transfers
+from .errors import (
+    ArgumentError,
+    BackendMismatchError,
+    BackendUnavailableError,
+    CheckpointError,
+    DTypeError,
+    KernelUnsupportedError,
+    PolyattnError,
+    ShapeError,
+    UnknownBackendError,
+)
+from .functional import attention, attention_backward, attention_forward, attention_merge, attention_weights
+from .layers import LayerNorm, MultiHeadAttention, Projection, ScaledDotProductAttention
+from .registry import list_backends
+from .selection import get_backend, set_backend, use_backend
+
+__all__ = [
+    "ArgumentError",
+    "BackendMismatchError",
+    "BackendUnavailableError",
+    "CheckpointError",
+    "DTypeError",
+    "KernelUnsupportedError",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "PolyattnError",
+    "Projection",
+    "ScaledDotProductAttention",
+    "ShapeError",
+    "UnknownBackendError",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "attention_merge",
+    "attention_weights",
+    "functional",
+    "get_backend",
+    "list_backends",
+    "optim",
+    "set_backend",
+    "to_backend",
+    "transfers",
+    "use_backend",
+]

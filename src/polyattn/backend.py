@@ -1,0 +1,247 @@
+"""The backend contract: what a plugin implements, and all that it may import.
+
+A plugin is a package with an entry point in the group ``polyattn.backends``
+that resolves to an instance of a subclass of :class:`Backend`::
+
+    [project.entry-points."polyattn.backends"]
+    mylib = "polyattn_mylib:backend"
+
+Importing the plugin must not import the array library: polyattn loads plugins
+to ask them whether they own an array, also where their library is not used.
+What a subclass must say is the first half of the class; the hooks of the second
+half each have a fallback that uses only the array API standard.
+
+A backend holds no state of its own beyond what its library caches: polyattn
+calls it from many threads at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from .errors import (
+    BackendMismatchError,
+    BackendUnavailableError,
+    DTypeError,
+    KernelUnsupportedError,
+    PolyattnError,
+    ShapeError,
+)
+from .kernels import Array, Kernel, Problem, dtype_name
+
+__all__ = [
+    "API_VERSION",
+    "Array",
+    "Backend",
+    "BackendMismatchError",
+    "BackendUnavailableError",
+    "Cache",
+    "DTypeError",
+    "Kernel",
+    "KernelUnsupportedError",
+    "Place",
+    "PolyattnError",
+    "Problem",
+    "ShapeError",
+    "Status",
+    "dtype_name",
+]
+
+API_VERSION = 1
+"""The version of this contract. A plugin that names another one is reported as broken."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a backend can be used here.
+
+    ``state`` is ``"ready"``; ``"not installed"`` where the library is missing;
+    ``"unavailable"`` where it is there and cannot be used. ``reason`` and
+    ``install`` (the exact command) are for people; ``version`` is the library's.
+    """
+
+    state: Literal["ready", "not installed", "unavailable"]
+    version: str = ""
+    reason: str = ""
+    install: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """What a forward pass leaves for its backward: arrays and static settings, nothing else.
+
+    ``place`` is the backend and device that computed it, ``kernel`` the attention
+    kernel; its backward runs there, whatever is selected by then. ``home`` is
+    where the inputs came from and where their gradients go. The arrays are
+    referred to, not copied: changing an input before the backward is undefined.
+    """
+
+    op: str
+    arrays: tuple[Any, ...]
+    static: tuple[tuple[str, Any], ...]
+    place: Place
+    home: Place
+    kernel: str | None = None
+    lse: Array | None = field(default=None, repr=False)
+
+    DATA_FIELDS: ClassVar[tuple[str, ...]] = ("arrays", "lse")
+    STATIC_FIELDS: ClassVar[tuple[str, ...]] = ("op", "static", "place", "home", "kernel")
+
+    def __repr__(self) -> str:
+        return f"<cache of {self.op} on {self.place}>"
+
+
+class Backend:
+    """One array library, as polyattn sees it. Subclass it, and give an instance to the entry point."""
+
+    # ---- what every plugin says ------------------------------------------------------------------------------
+
+    name: str
+    """The name under which users select it; compared without case, ``-`` and ``_`` alike."""
+    api_version: int = API_VERSION
+    array_modules: tuple[str, ...]
+    """Top-level modules of the library's array types, ``("torch",)`` for instance."""
+
+    def status(self) -> Status:
+        """Say whether the library can be used here. It may import the library; it must not raise."""
+        raise NotImplementedError
+
+    def devices(self) -> tuple[str, ...]:
+        """Return the devices that this process can address, the default one first.
+
+        Names are shared between libraries, so that a device can be kept when an
+        array changes library: ``"cpu"`` is the host, ``"cuda:0"`` the first CUDA device.
+        """
+        return ("cpu",)
+
+    def namespace(self) -> Any:
+        """Return the library's array API namespace (``array_api_compat.torch`` for instance)."""
+        raise NotImplementedError
+
+    def owns(self, x: object) -> bool:
+        """Say whether ``x`` is an array of this library. Called only once one of ``array_modules`` is imported."""
+        raise NotImplementedError
+
+    def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
+        """Return ``x`` as an array of this library on ``device``.
+
+        ``x`` is an array of this library, a NumPy array for which :meth:`takes`
+        is true, or an array on a device that both libraries address. ``copy`` is
+        the standard's: True always, False never (ValueError where it cannot be
+        avoided), None where it must.
+        """
+        raise NotImplementedError
+
+    def device_of(self, x: Array) -> str | None:
+        """Return the name of the device that holds ``x``, as :meth:`devices` spells it; None where a trace hides it."""
+        return "cpu"
+
+    def native_device(self, device: str | None) -> Any:
+        """Return the library's own object for a device name; None is the default device."""
+        return None
+
+    # ---- conversion hooks ------------------------------------------------------------------------------------
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        """Return ``x`` on the host, without a copy where it lies there; it may be read-only."""
+        return np.asarray(np.from_dlpack(x))
+
+    def takes(self, x: np.ndarray[Any, Any]) -> bool:
+        """Say whether ``asarray`` can share the memory of this NumPy array. If not, it is handed a packed copy."""
+        return x.flags.c_contiguous and x.flags.aligned and x.flags.writeable
+
+    def dtype(self, name: str) -> Any:
+        """Return the library's dtype of that name; :class:`DTypeError` where it has none (or has it switched off)."""
+        dtype = getattr(self.namespace(), name, None)
+        if dtype is None:
+            raise DTypeError(f"{self.name} has no dtype {name!r}")
+        return dtype
+
+    def pinned(self, x: Array) -> str | None:
+        """Return why ``x`` may not leave this library (it is traced, it requires gradients), or None."""
+        return None
+
+    def on_host(self, x: Array) -> bool:
+        """Say whether the values of ``x`` can be looked at without waiting for a device or breaking a trace."""
+        return True
+
+    # ---- computation hooks, each with a fallback that uses only the standard ------------------------------------
+
+    kernels: Sequence[Kernel] = ()
+    """Attention kernels, the fastest first; the generic one stands behind them."""
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which native code runs: no autograd graph is recorded, no float warning is raised."""
+        return contextlib.nullcontext()
+
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function of arrays, dicts and tuples of arrays; the fallback is the function itself."""
+        return function
+
+    def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
+        """Run ``carry, y = body(carry, i)`` for each i below ``length`` (at least 1), as ``jax.lax.scan`` does.
+
+        ``y`` is a tuple of arrays. Return the last carry, and the y's stacked along a new first axis.
+        """
+        outputs = []
+        for index in range(length):
+            carry, output = body(carry, index)
+            outputs.append(output)
+        return carry, tuple(self.namespace().stack(column) for column in zip(*outputs, strict=True))
+
+    def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+        """Return the result of one of two functions, chosen by a 0-d boolean array."""
+        return if_true() if bool(predicate) else if_false()
+
+    def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
+        """Return ``x`` with ``value`` written from ``start`` on along ``axis``; ``x`` may be reused for it."""
+        xp = self.namespace()
+        stop = start + value.shape[axis]
+        before = (slice(None),) * (axis % x.ndim)
+        head, tail = x[(*before, slice(0, start), ...)], x[(*before, slice(stop, None), ...)]
+        return xp.concat([head, value, tail], axis=axis)
+
+    def index_add(self, x: Array, index: Array, value: Array) -> Array:
+        """Return ``x`` with ``value[i]`` added to row ``index[i]``, repeated rows summed."""
+        xp = self.namespace()
+        rows = xp.arange(x.shape[0], dtype=index.dtype, device=self.native_device(self.device_of(x)))
+        chosen = xp.astype(xp.equal(rows[:, None], index[None, :]), x.dtype)  # (rows, n)
+        flat = xp.reshape(value, (value.shape[0], -1))
+        return xp.add(x, xp.reshape(xp.matmul(chosen, flat), x.shape))
+
+    def differentiable(
+        self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
+    ) -> Callable[..., Array]:
+        """Return ``y = op(*arrays)`` that the library's own differentiation can go through.
+
+        ``forward(*arrays)`` gives ``(y, saved)`` with ``saved`` a tuple of arrays,
+        ``backward(dy, saved)`` a gradient for each array. The fallback, for a
+        library that does not differentiate, forgets what was saved.
+        """
+        return lambda *arrays: forward(*arrays)[0]
+
+    def synchronize(self, *arrays: Array) -> None:
+        """Wait until the arrays are computed. The fallback is for libraries that compute at once."""
+
+    def imported(self) -> bool:
+        """Say whether the library is imported already; where it is not, no array can be its own."""
+        return any(module in sys.modules for module in self.array_modules)
+
+
+class Place(NamedTuple):
+    """A library and a device of it. ``device`` is None where a trace hides it: it is then whatever the library uses."""
+
+    backend: Backend
+    device: str | None
+
+    def __str__(self) -> str:
+        return self.backend.name if self.device is None else f"{self.backend.name} on {self.device}"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"

@@ -1,0 +1,284 @@
+"""The one place where arrays change library or device, and the account that is kept of it.
+
+On the host every conversion goes by way of a NumPy view of the source's memory
+(no copy), because NumPy alone can describe every layout: the view is handed to
+the target where the target can share it, else a packed copy is. Between two
+libraries on the same accelerator the arrays go directly, through DLPack.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from . import registry
+from .backend import Array, Backend, Place, dtype_name
+from .errors import BackendMismatchError, BackendUnavailableError, DTypeError
+
+__all__ = [
+    "Crossing", "Transfers", "bring", "checked_device", "destination", "move", "place_of", "to_backend", "transfers",
+]  # fmt: skip
+
+logger = logging.getLogger("polyattn")
+
+
+class Crossing(NamedTuple):
+    """One array that changed library or device."""
+
+    what: str
+    source: str
+    target: str
+    copied: bool
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.source} -> {self.target} ({'copied' if self.copied else 'shared'})"
+
+
+@dataclass
+class Transfers:
+    """The account of a ``with transfers(...)`` block."""
+
+    mode: str
+    crossings: list[Crossing] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many arrays crossed."""
+        return len(self.crossings)
+
+
+_accounts: ContextVar[tuple[Transfers, ...]] = ContextVar("polyattn_transfers", default=())
+
+
+@contextmanager
+def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Transfers]:
+    """Keep account of every array that polyattn moves between libraries or devices.
+
+    Parameters
+    ----------
+    mode : {"allow", "log", "forbid"}
+        "log" also writes each crossing to the logger ``polyattn``; "forbid" raises before anything moves.
+
+    Yields
+    ------
+    Transfers
+        With ``count``, and ``crossings``: what went from where to where, copied or not.
+
+    Raises
+    ------
+    BackendMismatchError
+        In mode "forbid", at the first array that would have crossed.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> with pa.transfers("forbid") as account:
+    ...     y = pa.functional.softmax(np.zeros((2, 4)))
+    >>> account.count
+    0
+    """
+    if mode not in ("allow", "log", "forbid"):
+        raise ValueError(f"mode: expected 'allow', 'log' or 'forbid', got {mode!r}")
+    account = Transfers(mode)
+    token = _accounts.set((*_accounts.get(), account))
+    try:
+        yield account
+    finally:
+        _accounts.reset(token)
+
+
+def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None = None) -> Array:
+    """Return ``x`` as an array of another library, or of another device.
+
+    Memory is shared where both libraries can describe the array, and copied
+    where the target cannot: negative or zero strides, orders other than C on
+    JAX, read-only memory into a library that might write. Arrays that come to
+    NumPy are writable. The element type never changes.
+
+    Parameters
+    ----------
+    x : array
+        Of any library with a plugin, or with ``__array_namespace__`` and ``__dlpack__``.
+    name : str
+        The backend to go to.
+    device : str, optional
+        A device of it. None keeps the device of ``x`` where the backend can address it, else its default.
+    copy : bool, optional
+        True copies always; False never, and raises where a copy is needed; None copies where it must.
+
+    Raises
+    ------
+    UnknownBackendError, BackendUnavailableError
+        If there is no such backend or device, or it cannot be used.
+    BackendMismatchError
+        If ``x`` is traced or requires gradients, or has to be copied with ``copy=False``.
+    DTypeError
+        If the target has no such element type (float64 on JAX in 32-bit mode, for instance).
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> x = np.arange(6.0)
+    >>> np.shares_memory(x, pa.to_backend(x, "numpy")), np.shares_memory(x, pa.to_backend(x, "numpy", copy=True))
+    (True, False)
+    """
+    backend = registry.ready(name)
+    home = place_of({"x": x})
+    return move(x, destination(home, name, checked_device(backend, device)), home=home, copy=copy)
+
+
+def place_of(arrays: Mapping[str, Array | None]) -> Place:
+    """Return the one library and device of a call's arrays.
+
+    Raises
+    ------
+    BackendMismatchError
+        If they differ, naming each argument's library and device, or if there is none.
+    """
+    place: Place | None = None
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        backend = registry.owner(x, name)
+        here = Place(backend, backend.device_of(x))
+        if place is None or (place.device is None and place.backend is here.backend):
+            place = here
+        elif here.backend is not place.backend or here.device not in (None, place.device):
+            raise _mixed(arrays)
+    if place is None:
+        raise BackendMismatchError("expected at least one array, got none")
+    return place
+
+
+def checked_device(backend: Backend, device: str | None) -> str | None:
+    """Return a device's name as the backend spells it; BackendUnavailableError where it has no such device."""
+    if device is None:
+        return None
+    devices = backend.devices()
+    folded = {name.casefold(): name for name in devices}
+    # "cuda" is the first CUDA device; a library with one host device calls it "cpu".
+    for candidate in (device.casefold(), f"{device.casefold()}:0"):
+        if candidate in folded:
+            return folded[candidate]
+    raise BackendUnavailableError(
+        f"device: backend {backend.name!r} has no device {device!r} here; it has {', '.join(devices)}"
+    )
+
+
+def destination(home: Place, name: str, device: str | None) -> Place:
+    """Return the place that a backend's name and a device name, for arrays that are at ``home``."""
+    backend = registry.ready(name)
+    if device is not None:
+        return Place(backend, device)
+    if backend is home.backend:
+        return home
+    return Place(backend, home.device if home.device in backend.devices() else backend.devices()[0])
+
+
+def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, copy: bool | None = None) -> Array:
+    """Return ``x`` at ``place``; nothing is done, and nothing counted, where it is there already."""
+    if home is None:
+        home = place_of({name: x})
+    if home.backend is place.backend and (home.device == place.device or None in (home.device, place.device)):
+        return home.backend.asarray(x, home.device, copy) if copy else x
+    _permit(x, name, home, place)
+    try:
+        result, copied = _carry(x, home, place, copy)
+    except (BackendMismatchError, DTypeError) as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__
+    _account(Crossing(name, str(home), str(place), copied))
+    return result
+
+
+def bring(x: Array | None, place: Place, *, name: str, home: Place) -> Array | None:
+    """Move an integer or boolean argument; it never comes back, so it is narrowed where the target lacks its type."""
+    if x is None or place.backend is home.backend:
+        return x if x is None else move(x, place, name=name, home=home)
+    dtype = dtype_name(x.dtype)
+    if dtype in ("int64", "uint64", "uint32"):
+        try:
+            place.backend.dtype(dtype)
+        except DTypeError:
+            _permit(x, name, home, place)
+            values = home.backend.to_numpy(x)
+            if values.size and (values.max() > np.iinfo(np.int32).max or values.min() < np.iinfo(np.int32).min):
+                raise
+            crossing = Crossing(name, str(home), str(place), True)
+            result = place.backend.asarray(values.astype(np.int32), place.device, None)
+            _account(crossing)
+            return result
+    return move(x, place, name=name, home=home)
+
+
+def _permit(x: Array, name: str, home: Place, place: Place) -> None:
+    reason = home.backend.pinned(x)
+    if reason is not None and home.backend is not place.backend:
+        raise BackendMismatchError(
+            f"{name}: this array {reason}, so it cannot leave {home.backend.name} for {place}; "
+            f"select {home.backend.name}, or no backend, for it"
+        )
+    if any(account.mode == "forbid" for account in _accounts.get()):
+        raise BackendMismatchError(f"{name}: would go from {home} to {place}, and transfers are forbidden here")
+
+
+def _account(crossing: Crossing) -> None:
+    accounts = _accounts.get()
+    for account in accounts:
+        account.crossings.append(crossing)
+    if any(account.mode == "log" for account in accounts):
+        logger.info("transfer %s", crossing)
+
+
+def _carry(x: Array, home: Place, place: Place, copy: bool | None) -> tuple[Array, bool]:
+    """Return the array at its place, and whether its elements were copied."""
+    place.backend.dtype(dtype_name(x.dtype))  # raises where the target cannot hold it
+    source, device = home.backend, place.device
+    if source is place.backend:  # between devices of one library
+        return _required(copy, lambda: source.asarray(x, device, copy), home, place), True
+    if device is not None and device != "cpu" and home.device == device:  # one accelerator, two libraries
+        return _required(copy, lambda: place.backend.asarray(x, device, copy), home, place), bool(copy)
+    view = source.to_numpy(x)
+    if place.backend.takes(view) and not copy:
+        result = _required(copy, lambda: place.backend.asarray(view, device, copy), home, place)
+        return result, not _shared(view, result, place)
+    if copy is False:
+        raise BackendMismatchError(
+            f"{place.backend.name} cannot share the memory of this array (strides {view.strides}, "
+            f"writable {view.flags.writeable}); pass copy=None"
+        )
+    packed = np.array(view, order="C", copy=True)
+    return place.backend.asarray(packed, device, None), True
+
+
+def _required(copy: bool | None, convert: Any, home: Place, place: Place) -> Array:
+    try:
+        return convert()
+    except ValueError as error:
+        if copy is False:
+            raise BackendMismatchError(f"{home} to {place} needs a copy; pass copy=None") from error
+        raise
+
+
+def _shared(view: np.ndarray[Any, Any], result: Array, place: Place) -> bool:
+    if place.device not in (None, "cpu") or view.size == 0:
+        return view.size == 0
+    backend: Backend = place.backend
+    return bool(backend.to_numpy(result).ctypes.data == view.ctypes.data)
+
+
+def _mixed(arrays: Mapping[str, Array | None]) -> BackendMismatchError:
+    places = []
+    for name, x in arrays.items():
+        if x is not None:
+            backend = registry.owner(x, name)
+            places.append(f"{name} is {Place(backend, backend.device_of(x))}")
+    return BackendMismatchError(
+        f"expected arrays of one library and device, got: {', '.join(places)}; "
+        "convert with polyattn.to_backend(x, name, device=...)"
+    )

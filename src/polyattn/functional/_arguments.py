@@ -1,0 +1,239 @@
+"""The arguments of attention: checked, and sorted into arrays and static settings."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from ..backend import Array, Place, dtype_name
+from ..errors import ArgumentError, DTypeError, ShapeError
+from ..kernels import Problem, Sizes
+from ..registry import owner
+from ._operation import expect_floating, expect_one_dtype, expect_rank, is_integer
+
+ARRAYS = (
+    "q", "k", "v", "bias", "sinks", "mask", "q_offset", "key_lengths", "q_segments", "k_segments", "seed",
+)  # fmt: skip
+"""The order in which attention's native functions take their arrays; the first five have gradients."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The static arguments of one attention call. Integers are None here where they came as arrays."""
+
+    causal: bool
+    window: tuple[int | None, int | None]
+    scale: float
+    softcap: float | None
+    dropout: float
+    q_offset: int | None
+    key_lengths: int | None
+    seed: int | None
+    kernel: str | None = None
+    device: str | None = None
+
+
+def checked(
+    q: Array, k: Array, v: Array | None, *, mask: Any = None, bias: Any = None, causal: bool = False,
+    q_offset: Any = None, window: Any = None, key_lengths: Any = None, segment_ids: Any = None,
+    scale: float | None = None, softcap: float | None = None, sinks: Any = None, dropout: float = 0.0,
+    seed: Any = None, kernel: str | None = None,
+) -> tuple[dict[str, Array | None], Settings]:  # fmt: skip
+    """Return the arrays by name and the settings, or raise what is wrong with them."""
+    sizes = checked_sizes(q, k, v)
+    _check_pairs(mask, bias, sinks, sizes)
+    q_segments, k_segments = _checked_segments(segment_ids, sizes)
+    if q_offset is None:
+        q_offset = sizes.n_k - sizes.n_q
+    integers = {"q_offset": q_offset, "key_lengths": key_lengths, "seed": seed}
+    static = {name: _static_integer(name, x, () if name == "seed" else sizes.batch) for name, x in integers.items()}
+    if key_lengths is not None:
+        _check_lengths(key_lengths, static["key_lengths"], sizes.n_k)
+    settings = Settings(
+        causal=bool(causal),
+        window=_checked_window(window),
+        scale=_checked_scale(scale, sizes.d_k),
+        softcap=_checked_softcap(softcap),
+        dropout=_checked_dropout(dropout, seed),
+        q_offset=static["q_offset"],
+        key_lengths=static["key_lengths"],
+        seed=static["seed"],
+        kernel=kernel,
+    )
+    dynamic = {name: x if static[name] is None else None for name, x in integers.items()}
+    arrays = {
+        "q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "mask": mask, "q_offset": dynamic["q_offset"],
+        "key_lengths": dynamic["key_lengths"], "q_segments": q_segments, "k_segments": k_segments,
+        "seed": dynamic["seed"],
+    }  # fmt: skip
+    return {name: arrays[name] for name in ARRAYS}, settings
+
+
+def make_problem(place: Place, arrays: tuple[Any, ...], settings: Settings) -> Problem:
+    """Return the problem as a kernel is told it, from native arrays in the order of ARRAYS."""
+    q, k, v, bias, sinks, mask, q_offset, key_lengths, q_segments, k_segments, seed = arrays
+    return Problem(
+        place.backend, checked_sizes(q, k, v), dtype_name(q.dtype), place.device, settings.scale, settings.causal,
+        settings.window, settings.softcap, settings.dropout,
+        _either(settings.q_offset, q_offset, 0), _either(settings.key_lengths, key_lengths, None),
+        _either(settings.seed, seed, None), mask, bias, sinks, q_segments, k_segments,
+    )  # fmt: skip
+
+
+def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
+    """Return the axis lengths, once they fit together. Without v, d_v is 0."""
+    named = {"q": q, "k": k} | ({} if v is None else {"v": v})
+    for name, x in named.items():
+        expect_rank(name, x, 2)
+    expect_one_dtype(**named)
+    (*q_batch, n_q, d_k), (*k_batch, n_k, _) = q.shape, k.shape
+    if k.shape[-1] != d_k:
+        raise ShapeError(f"k: expected (…, n_k, {d_k}) to match q's d_k={d_k}, got {tuple(k.shape)}")
+    v_batch, d_v = k_batch, 0
+    if v is not None:
+        *v_batch, v_length, d_v = v.shape
+        if v_length != n_k:
+            raise ShapeError(f"v: expected (…, {n_k}, d_v) to match k's n_k={n_k}, got {tuple(v.shape)}")
+    # Two axes are one head.
+    (*q_lead, heads), (*k_lead, kv_heads), (*v_lead, v_heads) = (b or [1] for b in (q_batch, k_batch, v_batch))
+    if v_heads != kv_heads:
+        raise ShapeError(f"v: expected {kv_heads} heads like k, got {v_heads}")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ShapeError(f"q: expected a number of heads that is a multiple of k's {kv_heads}, got {heads}")
+    try:
+        batch = _broadcast(q_lead, k_lead, v_lead)
+    except ValueError:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
+        raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
+    return Sizes(batch, heads, kv_heads, n_q, n_k, d_k, d_v)
+
+
+def _broadcast(*shapes: list[int]) -> tuple[int, ...]:
+    result: list[int] = []
+    for axis in range(-max(len(shape) for shape in shapes), 0):
+        lengths = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
+        if len(lengths) > 1:
+            raise ValueError
+        result.append(lengths.pop() if lengths else 1)
+    return tuple(result)
+
+
+def _expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> None:
+    axes = zip(reversed(x.shape), reversed(shape), strict=False)
+    if x.ndim > len(shape) or any(n not in (1, m) for n, m in axes):
+        raise ShapeError(f"{name}: expected a shape that broadcasts to {meaning} = {shape}, got {tuple(x.shape)}")
+
+
+def _check_pairs(mask: Any, bias: Any, sinks: Any, sizes: Sizes) -> None:
+    if mask is not None:
+        if dtype_name(getattr(mask, "dtype", type(mask))) not in ("bool", "bool_"):
+            raise DTypeError(
+                f"mask: expected booleans, True = may attend, got {dtype_name(getattr(mask, 'dtype', type(mask)))}; "
+                "what is added to the scores goes into bias="
+            )
+        _expect_broadcastable("mask", mask, sizes.scores, "(…, H, n_q, n_k)")
+    if bias is not None:
+        expect_floating(bias=bias)
+        _expect_broadcastable("bias", bias, sizes.scores, "(…, H, n_q, n_k)")
+    if sinks is not None:
+        expect_floating(sinks=sinks)
+        if tuple(sinks.shape) != (sizes.heads,):
+            raise ShapeError(f"sinks: expected one logit for each of the {sizes.heads} heads, got {tuple(sinks.shape)}")
+
+
+def _checked_segments(segment_ids: Any, sizes: Sizes) -> tuple[Array | None, Array | None]:
+    if segment_ids is None:
+        return None, None
+    if not isinstance(segment_ids, tuple | list) or len(segment_ids) != 2:
+        raise ShapeError("segment_ids: expected a pair (query ids (…, n_q), key ids (…, n_k))")
+    for what, ids, length in zip(("query", "key"), segment_ids, (sizes.n_q, sizes.n_k), strict=True):
+        if not hasattr(ids, "dtype") or not is_integer(ids):
+            raise DTypeError(f"segment_ids: expected integer {what} ids, got {getattr(ids, 'dtype', type(ids))}")
+        expect_rank("segment_ids", ids, 1)
+        if ids.shape[-1] != length:
+            raise ShapeError(f"segment_ids: expected {length} {what} ids, got shape {tuple(ids.shape)}")
+        _expect_broadcastable("segment_ids", ids, (*sizes.batch, length), f"the batch and {what} axes")
+    q_ids, k_ids = segment_ids
+    if dtype_name(q_ids.dtype) != dtype_name(k_ids.dtype):
+        raise DTypeError(f"segment_ids: expected one dtype, got {dtype_name(q_ids.dtype)}, {dtype_name(k_ids.dtype)}")
+    return q_ids, k_ids
+
+
+def _static_integer(name: str, x: Any, shape: tuple[int, ...]) -> int | None:
+    """Return a Python integer, or None for an absent argument or an integer array that fits."""
+    if x is None:
+        return None
+    if hasattr(x, "dtype") and hasattr(x, "shape") and not _is_scalar(x):
+        if not is_integer(x):
+            raise DTypeError(f"{name}: expected an integer or integers, got an array of {dtype_name(x.dtype)}")
+        _expect_broadcastable(name, x, shape, "the axes before the heads")
+        return None
+    if isinstance(x, bool):
+        raise DTypeError(f"{name}: expected an integer or integers, got {x}")
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise DTypeError(f"{name}: expected an integer or integers, got {x!r}") from None
+
+
+def _is_scalar(x: Any) -> bool:
+    import numpy as np
+
+    return isinstance(x, np.generic)
+
+
+def _check_lengths(key_lengths: Any, static: int | None, n_k: int) -> None:
+    """Check lengths whose values are at hand; elsewhere a key past the end does not exist, and none is added."""
+    if static is not None:
+        low = high = static
+    else:
+        backend = owner(key_lengths, "key_lengths")
+        if not backend.on_host(key_lengths) or 0 in key_lengths.shape:
+            return
+        values = backend.to_numpy(key_lengths)
+        low, high = int(values.min()), int(values.max())
+    if low < 0 or high > n_k:
+        raise ArgumentError(f"key_lengths: expected lengths from 0 to n_k={n_k}, got {low if low < 0 else high}")
+
+
+def _checked_window(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return (None, None)
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ArgumentError(f"window: expected a pair (left, right), None for unbounded, got {window!r}")
+    left, right = (None if side is None else _static_integer("window", side, ()) for side in window)
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise ArgumentError(f"window: expected distances that are not negative, got {window!r}")
+    return left, right
+
+
+def _checked_scale(scale: float | None, d_k: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(d_k) if d_k else 1.0
+    if (not isinstance(scale, int | float) and not _is_scalar(scale)) or not math.isfinite(scale):
+        raise ArgumentError(f"scale: expected a finite number, got {scale!r}")
+    return float(scale)
+
+
+def _checked_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not (math.isfinite(softcap) and softcap > 0):
+        raise ArgumentError(f"softcap: expected a positive number, got {softcap!r}")
+    return float(softcap)
+
+
+def _checked_dropout(dropout: float, seed: Any) -> float:
+    if not 0 <= dropout <= 1:
+        raise ArgumentError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
+    if 0 < dropout < 1 and seed is None:
+        raise ArgumentError("seed: expected an integer with dropout, since the same seed gives the same mask; got None")
+    return float(dropout)
+
+
+def _either(static: Any, array: Any, default: Any) -> Any:
+    if static is not None:
+        return static
+    return default if array is None else array

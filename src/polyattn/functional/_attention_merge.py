@@ -1,0 +1,76 @@
+"""Joining attention over disjoint sets of keys: exact, and associative."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from ..backend import Array
+from ..errors import ArgumentError
+from ..kernels import wide, widen
+from ._operation import embark, expect_floating, expect_one_dtype, expect_shape
+
+__all__ = ["attention_merge"]
+
+
+def merge(xp: Any, a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the result over the union of two key sets, in float32 at least."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    largest = xp.maximum(lse_a, lse_b)
+    empty = xp.equal(largest, -math.inf)
+    largest = xp.where(empty, xp.zeros_like(largest), largest)
+    weight_a, weight_b = xp.exp(lse_a - largest), xp.exp(lse_b - largest)
+    total = weight_a + weight_b
+    total = xp.where(empty, xp.ones_like(total), total)  # log 0 is put in by hand, without its derivative
+    lse = xp.where(empty, xp.full_like(total, -math.inf), largest + xp.log(total))
+    out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
+    return out, lse
+
+
+def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Join partial results of attention over disjoint key sets into the result over all of them.
+
+    Parameters
+    ----------
+    parts : sequence of (out (…, n_q, d_v), lse (…, n_q))
+        Results and ``cache.lse`` of :func:`attention_forward`, for the same queries. Sinks belong in one part only.
+
+    Returns
+    -------
+    out, lse : array
+        ``out`` in the parts' dtype, ``lse`` in float32 or float64. Parts that attended to nothing count for nothing.
+
+    Raises
+    ------
+    ArgumentError, ShapeError, DTypeError, BackendMismatchError
+        If there is no part, or the parts differ in shape, dtype or library.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> q, k, v = np.ones((2, 4)), np.arange(12.0).reshape(3, 4), np.arange(6.0).reshape(3, 2)
+    >>> whole = pa.attention(q, k, v)
+    >>> halves = [pa.attention_forward(q, k[s], v[s]) for s in (slice(0, 1), slice(1, 3))]
+    >>> out, lse = pa.attention_merge([(out, cache.lse) for out, cache in halves])
+    >>> bool(np.allclose(out, whole))
+    True
+    """
+    if not parts:
+        raise ArgumentError("parts: expected at least one (out, lse), got none")
+    outs = {f"parts[{i}] out": part[0] for i, part in enumerate(parts)}
+    lses = {f"parts[{i}] lse": part[1] for i, part in enumerate(parts)}
+    expect_one_dtype(**outs)
+    expect_floating(**lses)
+    shape = tuple(parts[0][0].shape)
+    for (name_out, out), (name_lse, lse) in zip(outs.items(), lses.items(), strict=True):
+        expect_shape(name_out, out, shape)
+        expect_shape(name_lse, lse, shape[:-1])
+    trip = embark(outs | lses)
+    native: tuple[Array, ...] = trip.arrays
+    xp, n = trip.place.backend.namespace(), len(parts)
+    dtype = wide(xp, native[0].dtype)
+    pairs = [(widen(xp, out), xp.astype(lse, dtype)) for out, lse in zip(native[:n], native[n:], strict=True)]
+    out, lse = reduce(lambda a, b: merge(xp, a, b), pairs)
+    return trip.back(xp.astype(out, native[0].dtype), "out"), trip.back(lse, "lse")

@@ -1,0 +1,157 @@
+"""The cross-entropy of logits against labels, and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache, dtype_name
+from ..errors import ArgumentError, DTypeError
+from ..kernels import widen
+from ..registry import owner
+from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_integer
+
+__all__ = ["CrossEntropyGrads", "cross_entropy", "cross_entropy_backward", "cross_entropy_forward"]
+
+
+class CrossEntropyGrads(NamedTuple):
+    """The gradients of :func:`cross_entropy`; None for the integer labels, and for ``weight``, which is a constant."""
+
+    logits: Array
+    labels: None
+    weight: None
+
+
+def forward(
+    backend: Backend, logits: Array, labels: Array, weight: Array | None, *, ignore_index: int | None, reduction: str
+) -> tuple[Array, tuple[Array, Array]]:
+    """Return log Σ exp(logits) − logits[label], weighted by class, reduced."""
+    xp = backend.namespace()
+    wide = widen(xp, logits)
+    shifted = wide - xp.max(wide, axis=-1, keepdims=True)
+    log_probabilities = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))  # (…, classes)
+    chosen = xp.equal(labels[..., None], _classes(backend, logits, labels))  # (…, classes)
+    zero = xp.zeros_like(wide)
+    hot = xp.where(chosen, zero + 1 if weight is None else zero + widen(xp, weight), zero)  # (…, classes)
+    if ignore_index is not None:
+        hot = xp.where(xp.equal(labels, ignore_index)[..., None], zero, hot)
+    scale = xp.sum(hot, axis=-1)  # (…), the weight of each sample
+    # A class of weight zero gives zero also where its probability underflows to log 0.
+    loss = -xp.sum(xp.where(xp.equal(hot, 0), zero, hot * log_probabilities), axis=-1)  # (…)
+    if reduction == "mean":
+        total = xp.sum(scale)
+        loss, hot = xp.sum(loss) / total, hot / total
+    elif reduction == "sum":
+        loss = xp.sum(loss)
+    return xp.astype(loss, logits.dtype), (log_probabilities, hot)
+
+
+def backward(
+    backend: Backend, dy: Array, saved: tuple[Array, Array], *, ignore_index: int | None, reduction: str
+) -> tuple[Array, None, None]:
+    """Return dy · (softmax · Σ hot − hot)."""
+    xp, (log_probabilities, hot) = backend.namespace(), saved
+    dy_ = widen(xp, dy)
+    if reduction == "none":
+        dy_ = dy_[..., None]
+    dlogits = xp.exp(log_probabilities) * xp.sum(hot, axis=-1, keepdims=True) - hot  # (…, classes)
+    return xp.astype(xp.multiply(dlogits, dy_), dy.dtype), None, None
+
+
+_operation = Operation("cross_entropy", forward, backward)
+
+
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    *,
+    weight: Array | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+) -> Array:
+    r"""Return the negative log-likelihood of labels under softmax(logits).
+
+    .. math:: \ell_i = w_{y_i} \Bigl(\log \sum_c e^{x_{ic}} - x_{i y_i}\Bigr)
+
+    Parameters
+    ----------
+    logits : array (…, classes)
+        Floating; computed in float32 at least.
+    labels : array (…)
+        Integers below the number of classes, or ``ignore_index``.
+    weight : array (classes,), optional
+        A weight for each class, in the dtype of the logits; a constant, without a gradient.
+    ignore_index : int, optional
+        Samples with this label count for nothing.
+    reduction : {"mean", "sum", "none"}
+        "mean" divides by the summed weights of the samples that count; where none does, it is NaN.
+
+    Returns
+    -------
+    array
+        0-d, or ``(…)`` with reduction "none".
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError
+        If the shapes do not fit; if the logits are not floating or the labels not integers; if a label
+        is out of range (checked where the labels are at hand on the host; elsewhere such a sample counts
+        for nothing) or ``reduction`` unknown.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> float(pa.functional.cross_entropy(np.zeros((1, 4)), np.array([2]))) == np.log(4)
+    True
+    """
+    return _operation.call(*_check(logits, labels, weight, ignore_index, reduction))
+
+
+def cross_entropy_forward(
+    logits: Array,
+    labels: Array,
+    *,
+    weight: Array | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+) -> tuple[Array, Cache]:
+    """Return ``(cross_entropy(logits, labels, …), cache)``."""
+    return _operation.record(*_check(logits, labels, weight, ignore_index, reduction))
+
+
+def cross_entropy_backward(dy: Array, cache: Cache) -> CrossEntropyGrads:
+    """Return the gradient of the logits: weight · (softmax − one-hot), as reduced."""
+    return _operation.pull(dy, cache, CrossEntropyGrads)
+
+
+def _classes(backend: Backend, logits: Array, labels: Array) -> Array:
+    device = backend.native_device(backend.device_of(logits))
+    return backend.namespace().arange(logits.shape[-1], dtype=labels.dtype, device=device)
+
+
+def _check(
+    logits: Array, labels: Array, weight: Array | None, ignore_index: int | None, reduction: str
+) -> tuple[dict[str, Array | None], dict[str, object]]:
+    expect_one_dtype(logits=logits, weight=weight)
+    expect_rank("logits", logits, 1)
+    classes = logits.shape[-1]
+    if not hasattr(labels, "dtype") or not is_integer(labels):
+        raise DTypeError(f"labels: expected integers, got {dtype_name(getattr(labels, 'dtype', type(labels)))}")
+    expect_shape("labels", labels, tuple(logits.shape[:-1]))
+    if weight is not None:
+        expect_shape("weight", weight, (classes,))
+    if reduction not in ("mean", "sum", "none"):
+        raise ArgumentError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    backend = owner(labels, "labels")
+    if backend.on_host(labels):
+        values = backend.to_numpy(labels)
+        counted = values if ignore_index is None else values[values != ignore_index]
+        wrong = counted[(counted < 0) | (counted >= classes)]
+        if wrong.size:
+            raise ArgumentError(
+                f"labels: expected integers in [0, {classes})"
+                f"{'' if ignore_index is None else f' or ignore_index={ignore_index}'}, got {int(wrong[0])}"
+            )
+    return (
+        {"logits": logits, "labels": labels, "weight": weight},
+        {"ignore_index": None if ignore_index is None else int(ignore_index), "reduction": reduction},
+    )

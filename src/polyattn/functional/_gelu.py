@@ -1,0 +1,96 @@
+"""The Gaussian error linear unit, exact and by tanh, and its backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ..errors import ArgumentError
+from ..kernels import widen
+from ._erfc import erfc
+from ._operation import Operation, expect_floating
+
+__all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
+
+CUBIC = 0.044715
+ROOT = math.sqrt(2 / math.pi)
+
+
+class GeluGrads(NamedTuple):
+    """The gradient of :func:`gelu`."""
+
+    x: Array
+
+
+def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tuple[Array]]:
+    """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
+    xp = backend.namespace()
+    wide = widen(xp, x)
+    phi, _ = _distribution(xp, wide, approximate)
+    return xp.astype(wide * phi, x.dtype), (x,)
+
+
+def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
+    """Return dy · (Φ(x) + x · Φ′(x))."""
+    xp, (x,) = backend.namespace(), saved
+    wide = widen(xp, x)
+    phi, density = _distribution(xp, wide, approximate)
+    return (xp.astype(widen(xp, dy) * (phi + wide * density), x.dtype),)
+
+
+def _distribution(xp: Any, x: Array, approximate: str) -> tuple[Array, Array]:
+    """Return Φ(x) and its derivative."""
+    if approximate == "none":
+        return erfc(xp, x * -math.sqrt(0.5)) / 2, xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
+    tanh = xp.tanh(ROOT * (x + CUBIC * x * x * x))
+    return (1 + tanh) / 2, (1 - tanh * tanh) * (ROOT / 2) * (1 + 3 * CUBIC * x * x)
+
+
+_operation = Operation("gelu", forward, backward)
+
+
+def gelu(x: Array, *, approximate: str = "none") -> Array:
+    r"""Return :math:`x \, \Phi(x)`, element by element.
+
+    Parameters
+    ----------
+    x : array
+        Floating, any shape; float16 and bfloat16 are computed in float32.
+    approximate : {"none", "tanh"}
+        "none" is exact, :math:`\Phi(x) = \tfrac12 \mathrm{erfc}(-x/\sqrt2)`; "tanh" is
+        :math:`\tfrac12 (1 + \tanh(\sqrt{2/\pi}\,(x + 0.044715\,x^3)))`.
+
+    Raises
+    ------
+    DTypeError, ArgumentError
+        If ``x`` is not floating, or ``approximate`` neither of the two.
+
+    Notes
+    -----
+    Hendrycks and Gimpel, "Gaussian error linear units" (2016).
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.gelu(np.array([-1.0, 0.0, 1.0])).round(6)
+    array([-0.158655,  0.      ,  0.841345])
+    """
+    return _operation.call({"x": x}, _check(x, approximate))
+
+
+def gelu_forward(x: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
+    """Return ``(gelu(x), cache)``."""
+    return _operation.record({"x": x}, _check(x, approximate))
+
+
+def gelu_backward(dy: Array, cache: Cache) -> GeluGrads:
+    """Return dy · (Φ(x) + x Φ′(x)), Φ as the forward took it."""
+    return _operation.pull(dy, cache, GeluGrads)
+
+
+def _check(x: Array, approximate: str) -> dict[str, str]:
+    expect_floating(x=x)
+    if approximate not in ("none", "tanh"):
+        raise ArgumentError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
+    return {"approximate": approximate}

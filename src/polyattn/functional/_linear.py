@@ -1,0 +1,105 @@
+"""The affine map and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ..errors import ShapeError
+from ..kernels import widen
+from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape
+
+__all__ = ["LinearGrads", "linear", "linear_backward", "linear_forward"]
+
+
+class LinearGrads(NamedTuple):
+    """The gradients of :func:`linear`; None for an absent bias."""
+
+    x: Array
+    weight: Array
+    bias: Array | None
+
+
+def forward(
+    backend: Backend, x: Array, weight: Array, bias: Array | None
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    """Return x W + b."""
+    xp = backend.namespace()
+    y = xp.matmul(widen(xp, x), widen(xp, weight))  # (…, out)
+    if bias is not None:
+        y = y + widen(xp, bias)
+    return xp.astype(y, x.dtype), (x, weight, bias)
+
+
+def backward(
+    backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None]
+) -> tuple[Array, Array, Array | None]:
+    """Return dy Wᵀ, xᵀ dy and Σ dy, the sums over every leading axis and in float32 at least."""
+    xp, (x, weight, bias) = backend.namespace(), saved
+    dy_, rows = widen(xp, dy), (-1, dy.shape[-1])
+    # y = x W + b
+    dbias = None if bias is None else xp.sum(dy_, axis=tuple(range(dy.ndim - 1)))  # (out,)
+    dx = xp.matmul(dy_, xp.matrix_transpose(widen(xp, weight)))  # (…, in)
+    n = x.shape[-1]
+    flat = (-1, n) if n else (dy_.size // rows[1] if rows[1] else 0, 0)
+    dweight = xp.matmul(xp.matrix_transpose(xp.reshape(widen(xp, x), flat)), xp.reshape(dy_, rows))  # (in, out)
+    return (
+        xp.astype(dx, x.dtype),
+        xp.astype(dweight, weight.dtype),
+        None if bias is None else xp.astype(dbias, bias.dtype),
+    )
+
+
+_operation = Operation("linear", forward, backward)
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Map the last axis affinely: y = x W + b.
+
+    Parameters
+    ----------
+    x : array (…, in_features)
+        Floating; float16 and bfloat16 are accumulated in float32.
+    weight : array (in_features, out_features)
+        Of the dtype of ``x``.
+    bias : array (out_features,), optional
+
+    Returns
+    -------
+    array (…, out_features)
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If the shapes do not fit, or the dtypes differ or are not floating.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.linear(np.ones((2, 3)), np.ones((3, 1)), np.array([0.5]))
+    array([[3.5],
+           [3.5]])
+    """
+    return _operation.call(_check(x, weight, bias))
+
+
+def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, Cache]:
+    """Return ``(linear(x, weight, bias), cache)``."""
+    return _operation.record(_check(x, weight, bias))
+
+
+def linear_backward(dy: Array, cache: Cache) -> LinearGrads:
+    """Return dx = dy Wᵀ, dW = xᵀ dy and db = Σ dy, summed over every leading axis."""
+    return _operation.pull(dy, cache, LinearGrads)
+
+
+def _check(x: Array, weight: Array, bias: Array | None) -> dict[str, Array | None]:
+    expect_one_dtype(x=x, weight=weight, bias=bias)
+    expect_rank("x", x, 1)
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ShapeError(
+            f"weight: expected ({x.shape[-1]}, out_features) to match x (…, {x.shape[-1]}), got {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        expect_shape("bias", bias, (weight.shape[1],))
+    return {"x": x, "weight": weight, "bias": bias}

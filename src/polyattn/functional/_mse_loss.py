@@ -1,0 +1,82 @@
+"""The mean squared error and its backward."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ..kernels import widen
+from ._operation import Operation, expect_one_dtype, expect_shape
+
+__all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
+
+
+class MSELossGrads(NamedTuple):
+    """The gradients of :func:`mse_loss`."""
+
+    prediction: Array
+    target: Array
+
+
+def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, tuple[Array]]:
+    """Return mean((prediction − target)²), the sum in float32 at least."""
+    xp = backend.namespace()
+    difference = widen(xp, prediction) - widen(xp, target)
+    loss = xp.mean(difference * difference)  # ()
+    return xp.astype(loss, prediction.dtype), (difference,)
+
+
+def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array, Array]:
+    """Return ±2 (prediction − target) / count · dy."""
+    xp, (difference,) = backend.namespace(), saved
+    # loss = mean(difference²)
+    ddifference = xp.multiply(difference * (2 / max(math.prod(difference.shape), 1)), widen(xp, dy))
+    dprediction = xp.astype(ddifference, dy.dtype)
+    return dprediction, -dprediction
+
+
+_operation = Operation("mse_loss", forward, backward)
+
+
+def mse_loss(prediction: Array, target: Array) -> Array:
+    r"""Return the mean squared error over all elements, :math:`\frac1N \sum (p - t)^2`.
+
+    Parameters
+    ----------
+    prediction, target : array
+        Floating, of one shape and dtype.
+
+    Returns
+    -------
+    array ()
+        In the inputs' dtype; the sum is taken in float32 at least.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If the shapes or the dtypes differ (nothing is broadcast), or are not floating.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> float(pa.functional.mse_loss(np.array([1.0, 3.0]), np.array([1.0, 1.0])))
+    2.0
+    """
+    return _operation.call(_check(prediction, target))
+
+
+def mse_loss_forward(prediction: Array, target: Array) -> tuple[Array, Cache]:
+    """Return ``(mse_loss(prediction, target), cache)``."""
+    return _operation.record(_check(prediction, target))
+
+
+def mse_loss_backward(dy: Array, cache: Cache) -> MSELossGrads:
+    """Return 2 (prediction − target) / N · dy for the prediction, and its negative for the target."""
+    return _operation.pull(dy, cache, MSELossGrads)
+
+
+def _check(prediction: Array, target: Array) -> dict[str, Array]:
+    expect_one_dtype(prediction=prediction, target=target)
+    expect_shape("target", target, tuple(prediction.shape))
+    return {"prediction": prediction, "target": target}

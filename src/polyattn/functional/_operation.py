@@ -1,0 +1,203 @@
+"""The stairs that every operation goes up and down: validate, select, move, compute, bring back.
+
+A public function of :mod:`polyattn.functional` is a check of its arguments and
+one of the three methods below. Selection and conversion happen here, once; the
+native functions on the lower floor see arrays of one library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..backend import Array, Backend, Cache, Place, dtype_name
+from ..conversion import bring, destination, move, place_of
+from ..errors import BackendMismatchError, DTypeError, ShapeError
+from ..kernels import FLOAT_DTYPES
+from ..selection import selected
+
+Grads = TypeVar("Grads")
+
+
+@dataclass(frozen=True)
+class Trip:
+    """The arrays of one call at the place where it is computed, and the way home."""
+
+    home: Place
+    place: Place
+    arrays: tuple[Array | None, ...]
+
+    def back(self, y: Array, name: str) -> Array:
+        """Bring a result to where the inputs came from."""
+        return move(y, self.home, name=name, home=Place(self.place.backend, self._device(y)))
+
+    def _device(self, y: Array) -> str | None:
+        return self.place.device if self.place.backend is self.home.backend else self.place.backend.device_of(y)
+
+
+def embark(arrays: Mapping[str, Array | None], backend: str | None = None) -> Trip:
+    """Select where a call is computed, and move its arrays there."""
+    home = place_of(arrays)
+    selection = selected(backend)
+    place = home if selection is None else destination(home, selection.backend, selection.device)
+    return Trip(home, place, carried(arrays, home, place))
+
+
+def carried(arrays: Mapping[str, Array | None], home: Place, place: Place) -> tuple[Array | None, ...]:
+    """Move the arrays of a call; the integer ones, which never come back, may be narrowed for it."""
+    if place == home:
+        return tuple(arrays.values())
+    return tuple(
+        x
+        if x is None
+        else (move if is_floating(x) else bring)(
+            x, place, name=name, home=Place(home.backend, home.backend.device_of(x))
+        )
+        for name, x in arrays.items()
+    )
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A pair of native functions with everything around them.
+
+    ``forward(backend, *arrays, **static)`` returns ``(y, saved)``, ``saved`` a tuple of arrays;
+    ``backward(backend, dy, saved, **static)`` a gradient for each array, in its dtype.
+    ``prepare(place, arrays, static)`` may settle static arguments once the arrays are in place.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Array, tuple[Any, ...]]]
+    backward: Callable[..., tuple[Any, ...]]
+    prepare: Callable[[Place, tuple[Any, ...], dict[str, Any]], dict[str, Any]] | None = None
+
+    def call(
+        self, arrays: Mapping[str, Array | None], static: dict[str, Any] | None = None, backend: str | None = None
+    ) -> Array:
+        """Return y and keep nothing; the library's own differentiation goes through the native backward."""
+        trip = embark(arrays, backend)
+        native, settings = trip.place.backend, self.prepared(trip, static)
+
+        def forward(*xs: Array) -> tuple[Array, tuple[Any, ...]]:
+            with native.scope():
+                return self.forward(native, *xs, **settings)
+
+        def backward(dy: Array, saved: Any) -> tuple[Any, ...]:
+            with native.scope():
+                return self.backward(native, dy, saved, **settings)
+
+        return trip.back(native.differentiable(forward, backward)(*trip.arrays), self.name)
+
+    def record(
+        self, arrays: Mapping[str, Array | None], static: dict[str, Any] | None = None, backend: str | None = None
+    ) -> tuple[Array, Cache]:
+        """Return y and the cache that the backward needs."""
+        trip = embark(arrays, backend)
+        settings = self.prepared(trip, static)
+        with trip.place.backend.scope():
+            y, saved = self.forward(trip.place.backend, *trip.arrays, **settings)
+        return trip.back(y, self.name), make_cache(self.name, y, saved, settings, trip)
+
+    def pull(self, dy: Array, cache: Cache, grads: Callable[..., Grads], *, name: str = "dy") -> Grads:
+        """Return the gradients of the inputs, at home."""
+        dy = upstream(dy, cache, self.name, name)
+        native = cache.place.backend
+        with native.scope():
+            dxs = self.backward(native, dy, cache.arrays, **settings_of(cache))
+        return grads(*homeward(dxs, cache, grads))
+
+    def prepared(self, trip: Trip, static: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the static arguments, settled now that the arrays are in place."""
+        static = static or {}
+        return static if self.prepare is None else self.prepare(trip.place, trip.arrays, static)
+
+
+def make_cache(name: str, y: Array, saved: tuple[Any, ...], static: dict[str, Any], trip: Trip, **more: Any) -> Cache:
+    """Return a cache that also remembers what ``dy`` has to look like."""
+    facts = {**static, "y_shape": tuple(y.shape), "y_dtype": dtype_name(y.dtype)}
+    return Cache(name, saved, tuple(facts.items()), trip.place, trip.home, **more)
+
+
+def settings_of(cache: Cache) -> dict[str, Any]:
+    """Return the static arguments of the native functions."""
+    return {name: value for name, value in cache.static if name not in ("y_shape", "y_dtype")}
+
+
+def upstream(dy: Array, cache: Cache, op: str, name: str = "dy") -> Array:
+    """Check an upstream gradient against its cache, and move it to where the backward runs."""
+    if not isinstance(cache, Cache) or cache.op != op:
+        got = f"the cache of {cache.op}_forward" if isinstance(cache, Cache) else type(cache).__name__
+        raise BackendMismatchError(f"cache: expected the cache of {op}_forward, got {got}")
+    facts = dict(cache.static)
+    here = place_of({name: dy})
+    if here.backend is not cache.home.backend or (None not in (here.device, cache.home.device) and here != cache.home):
+        raise BackendMismatchError(f"{name}: expected an array like the inputs, on {cache.home}, got one on {here}")
+    expect_shape(name, dy, facts["y_shape"])
+    if dtype_name(dy.dtype) != facts["y_dtype"]:
+        raise DTypeError(f"{name}: expected {facts['y_dtype']}, the result's dtype, got {dtype_name(dy.dtype)}")
+    return move(dy, cache.place, name=name, home=here)
+
+
+def homeward(dxs: tuple[Any, ...], cache: Cache, grads: Any) -> tuple[Any, ...]:
+    """Bring gradients to where the inputs came from."""
+    if cache.place == cache.home:
+        return dxs
+    names: tuple[str, ...] = getattr(grads, "_fields", ())
+    return tuple(
+        None if dx is None else move(dx, cache.home, name=f"d{name}") for name, dx in zip(names, dxs, strict=True)
+    )
+
+
+# ---- what the checks are made of -----------------------------------------------------------------------------------
+
+
+def is_floating(x: Array) -> bool:
+    """Say whether an array holds real floating-point numbers of a kind we compute with."""
+    return dtype_name(x.dtype) in FLOAT_DTYPES
+
+
+def is_integer(x: Array) -> bool:
+    """Say whether an array holds integers (booleans are none)."""
+    return dtype_name(x.dtype).removeprefix("u").startswith("int")
+
+
+def expect_floating(**arrays: Array | None) -> None:
+    """Require arrays of a real floating dtype."""
+    for name, x in arrays.items():
+        if x is not None and not is_floating(_array(name, x)):
+            raise DTypeError(
+                f"{name}: expected a floating dtype ({', '.join(FLOAT_DTYPES)}), got {dtype_name(x.dtype)}"
+            )
+
+
+def expect_one_dtype(**arrays: Array | None) -> None:
+    """Require floating arrays of one and the same dtype."""
+    expect_floating(**arrays)
+    dtypes = {name: dtype_name(x.dtype) for name, x in arrays.items() if x is not None}
+    if len(set(dtypes.values())) > 1:
+        raise DTypeError(f"expected one dtype, got {', '.join(f'{name} {dtype}' for name, dtype in dtypes.items())}")
+
+
+def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    """Require an exact shape."""
+    if tuple(x.shape) != tuple(shape):
+        raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def expect_rank(name: str, x: Array, rank: int) -> None:
+    """Require at least so many axes."""
+    if _array(name, x).ndim < rank:
+        raise ShapeError(f"{name}: expected at least {rank} axes, got shape {tuple(x.shape)}")
+
+
+def _array(name: str, x: Array) -> Array:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise BackendMismatchError(f"{name}: expected an array, got {type(x).__name__}")
+    return x
+
+
+__all__ = [
+    "Backend", "Operation", "Trip", "carried", "embark", "expect_floating", "expect_one_dtype", "expect_rank",
+    "expect_shape", "homeward", "is_floating", "is_integer", "make_cache", "settings_of", "upstream",
+]  # fmt: skip

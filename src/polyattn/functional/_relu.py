@@ -1,0 +1,65 @@
+"""The rectifier and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ._operation import Operation, expect_floating
+
+__all__ = ["ReluGrads", "relu", "relu_backward", "relu_forward"]
+
+
+class ReluGrads(NamedTuple):
+    """The gradient of :func:`relu`."""
+
+    x: Array
+
+
+def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
+    """Return x where it is not below zero; a NaN stays one."""
+    xp = backend.namespace()
+    return xp.where(xp.less_equal(x, 0), xp.zeros_like(x), x), (xp.greater(x, 0),)
+
+
+def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
+    """Pass the gradient where x was above zero."""
+    xp, (positive,) = backend.namespace(), saved
+    return (xp.where(positive, dy, xp.zeros_like(dy)),)
+
+
+_operation = Operation("relu", forward, backward)
+
+
+def relu(x: Array) -> Array:
+    """Return max(x, 0), element by element; the derivative at 0 is taken as 0.
+
+    Parameters
+    ----------
+    x : array
+        Floating, any shape.
+
+    Raises
+    ------
+    DTypeError
+        If ``x`` is not floating.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.relu(np.array([-1.0, 2.0]))
+    array([0., 2.])
+    """
+    expect_floating(x=x)
+    return _operation.call({"x": x})
+
+
+def relu_forward(x: Array) -> tuple[Array, Cache]:
+    """Return ``(relu(x), cache)``."""
+    expect_floating(x=x)
+    return _operation.record({"x": x})
+
+
+def relu_backward(dy: Array, cache: Cache) -> ReluGrads:
+    """Return dy where x > 0, else 0."""
+    return _operation.pull(dy, cache, ReluGrads)

@@ -1,0 +1,86 @@
+"""Softmax and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ..errors import ShapeError
+from ..kernels import widen
+from ._operation import Operation, expect_floating, expect_rank
+
+__all__ = ["SoftmaxGrads", "softmax", "softmax_backward", "softmax_forward"]
+
+
+class SoftmaxGrads(NamedTuple):
+    """The gradient of :func:`softmax`."""
+
+    x: Array
+
+
+def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, tuple[Array]]:
+    """Return exp(x) / Σ exp(x), shifted by the maximum so that nothing overflows."""
+    xp = backend.namespace()
+    wide = widen(xp, x)
+    exp = xp.exp(wide - xp.max(wide, axis=axis, keepdims=True)) if x.shape[axis] else wide
+    y = exp / xp.sum(exp, axis=axis, keepdims=True)
+    return xp.astype(y, x.dtype), (y,)
+
+
+def backward(backend: Backend, dy: Array, saved: tuple[Array], *, axis: int) -> tuple[Array]:
+    """Apply the Jacobian diag(y) − y yᵀ without building it."""
+    xp, (y,) = backend.namespace(), saved
+    dx = widen(xp, dy) * y
+    dx = dx - y * xp.sum(dx, axis=axis, keepdims=True)
+    return (xp.astype(dx, dy.dtype),)
+
+
+_operation = Operation("softmax", forward, backward)
+
+
+def softmax(x: Array, *, axis: int = -1) -> Array:
+    r"""Normalise exponentials along an axis: :math:`y_i = e^{x_i} / \sum_j e^{x_j}`.
+
+    Parameters
+    ----------
+    x : array
+        Floating, at least one axis. float16 and bfloat16 are computed in float32.
+    axis : int
+        The axis that sums to one.
+
+    Returns
+    -------
+    array
+        Of the shape and dtype of ``x``. A slice that is −inf throughout gives NaN;
+        :func:`attention` is where masks live.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If ``x`` has no such axis or is not floating.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.softmax(np.log(np.array([1.0, 2.0, 5.0])))
+    array([0.125, 0.25 , 0.625])
+    """
+    return _operation.call({"x": x}, _check(x, axis))
+
+
+def softmax_forward(x: Array, *, axis: int = -1) -> tuple[Array, Cache]:
+    """Return ``(softmax(x), cache)``."""
+    return _operation.record({"x": x}, _check(x, axis))
+
+
+def softmax_backward(dy: Array, cache: Cache) -> SoftmaxGrads:
+    r"""Return the gradient :math:`dx = y \odot (dy - \sum_j dy_j y_j)`."""
+    return _operation.pull(dy, cache, SoftmaxGrads)
+
+
+def _check(x: Array, axis: int) -> dict[str, int]:
+    expect_floating(x=x)
+    expect_rank("x", x, 1)
+    if not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"axis: expected one of the {x.ndim} axes of x, got {axis}")
+    return {"axis": axis}

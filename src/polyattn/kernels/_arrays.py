@@ -1,0 +1,33 @@
+"""Small things that every formula needs of an array, by the standard alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any
+"""An array of some library. The libraries share no base class, so none is named here."""
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the standard's name of a dtype of any library, ``"float32"`` for instance."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
+    return str(name)
+
+
+def wide(xp: Any, dtype: Any) -> Any:
+    """Return the dtype in which long sums over ``dtype`` are taken: float32 at least."""
+    return dtype if dtype_name(dtype) == "float64" else xp.float32
+
+
+def widen(xp: Any, x: Array) -> Array:
+    """Return ``x`` in float32 at least."""
+    return xp.astype(x, wide(xp, x.dtype), copy=False)
+
+
+def unbroadcast(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum ``x`` over the axes along which an array of ``shape`` was broadcast: broadcasting, reversed."""
+    extra = x.ndim - len(shape)
+    axes = (*range(extra), *(i + extra for i, n in enumerate(shape) if n == 1 and x.shape[i + extra] != 1))
+    return xp.reshape(xp.sum(x, axis=axes), shape) if axes else x

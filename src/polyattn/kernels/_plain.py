@@ -1,0 +1,179 @@
+"""The plain kernel: attention as it is written, with all scores held at once. It runs everywhere.
+
+Vaswani et al., "Attention is all you need" (2017), equation 1. Everything is in
+float32 at least; excluded weights are exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ._arrays import Array, unbroadcast, widen
+from ._dropout import keep_mask
+from ._exclusion import matmul_excluding
+from ._masks import allowed as allowed_pairs
+from ._problem import Problem
+
+
+class _Scores(NamedTuple):
+    scores: Array  # after scale, softcap and bias; −inf where excluded
+    capped: Array  # after scale and softcap, as the softcap's derivative needs it
+    allowed: Array | None
+
+
+class PlainKernel:
+    """The formula of :func:`polyattn.attention`, and its backward beside it."""
+
+    name = "plain"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support everything."""
+        return None
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Return softmax(q kᵀ · scale + …) v, and the log of the softmax's denominator."""
+        xp = problem.xp
+        q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
+        scores, _, allowed = attention_scores(q_, k_, problem)  # (…, H, n_q, n_k)
+        lse = log_sum_exp(scores, allowed, problem)  # (…, H, n_q)
+        weights = normalised(scores, lse, allowed, problem)
+        out = matmul_excluding(problem.backend, dropped(weights, problem), v_, allowed)  # (…, H, n_q, d_v)
+        return xp.astype(out, q.dtype), xp.broadcast_to(lse, problem.sizes.scores[:-1])
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Reverse the lines of the forward, with the scores computed again."""
+        xp = problem.xp
+        q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
+        dout, out = widen(xp, dout), widen(xp, out)
+        scores, capped, allowed = attention_scores(q_, k_, problem)
+        weights = normalised(scores, lse, allowed, problem)
+
+        # out = dropped(weights) v
+        kept = xp.matrix_transpose(dropped(weights, problem))
+        dv = matmul_excluding(problem.backend, kept, dout, transpose_pairs(allowed, problem))  # (…, H, n_k, d_v)
+        dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)  # (…, H, n_q, n_k)
+        # weights = softmax(scores): its Jacobian, with rowsum(weights · dweights) = rowsum(dout · out)
+        shift = -xp.sum(dout * out, axis=-1)  # (…, H, n_q)
+        if dlse is not None:
+            shift = shift + widen(xp, dlse)
+        dscores = weights * (dweights + shift[..., None])
+        dsinks = sinks_gradient(shift, lse, problem)
+        dq, dk, dbias = scores_backward(dscores, q_, k_, capped, allowed, problem)
+
+        dq = xp.astype(unbroadcast(xp, dq, q.shape), q.dtype)
+        dk, dv = (xp.astype(sum_heads(dx, x, problem), x.dtype) for dx, x in ((dk, k), (dv, v)))
+        return dq, dk, dv, dbias, dsinks
+
+
+def attention_scores(q: Array, k: Array, problem: Problem) -> _Scores:
+    """Return the scores ``(…, H, n_q, n_k)``, −inf exactly where a pair is excluded."""
+    xp = problem.xp
+    capped = scores = xp.matmul(q, xp.matrix_transpose(k)) * problem.scale
+    if problem.softcap is not None:
+        capped = scores = xp.tanh(scores / problem.softcap) * problem.softcap
+    if problem.bias is not None:
+        scores = scores + xp.astype(problem.bias, scores.dtype)
+    allowed = allowed_pairs(problem)
+    if allowed is not None:
+        scores = xp.where(allowed, scores, xp.full_like(scores, -math.inf))
+    return _Scores(scores, capped, allowed)
+
+
+def scores_backward(
+    dscores: Array, q: Array, k: Array, capped: Array, allowed: Array | None, problem: Problem
+) -> tuple[Array, Array, Array | None]:
+    """Return the gradients of q, k (with its heads repeated) and the bias; ``dscores`` counts only where allowed."""
+    xp, backend = problem.xp, problem.backend
+    zero = xp.zeros_like(dscores)
+    if allowed is not None:
+        dscores = xp.where(allowed, dscores, zero)
+    dbias = bias_gradient(dscores, problem)
+    # scores = softcap · tanh(scale · q kᵀ / softcap) + bias
+    if problem.softcap is not None:
+        dscores = dscores * (1 - (capped / problem.softcap) ** 2)
+        if allowed is not None:
+            dscores = xp.where(allowed, dscores, zero)  # again: an excluded score may be NaN
+    dscores = dscores * problem.scale
+    dq = matmul_excluding(backend, dscores, k, allowed)  # (…, H, n_q, d_k)
+    dk = matmul_excluding(backend, xp.matrix_transpose(dscores), q, transpose_pairs(allowed, problem))  # (…, n_k, d_k)
+    return dq, dk, dbias
+
+
+def log_sum_exp(scores: Array, allowed: Array | None, problem: Problem) -> Array:
+    """Return log Σ exp(scores) over the keys, and the sink; −inf for a row with nothing to attend to."""
+    xp = problem.xp
+    largest = xp.max(scores, axis=-1, keepdims=True)  # (…, H, n_q, 1)
+    some = None if allowed is None else xp.any(allowed, axis=-1, keepdims=True)
+    if problem.sinks is not None:
+        sinks = xp.astype(problem.sinks, scores.dtype)[:, None, None]  # (H, 1, 1)
+        largest = xp.maximum(largest, sinks)
+        some = None if some is None else xp.logical_or(some, xp.greater(sinks, -math.inf))
+    if some is not None:  # decided by the masks: a row whose genuine scores are all −inf stays NaN
+        largest = xp.where(some, largest, xp.zeros_like(largest))
+    total = xp.sum(xp.exp(scores - largest), axis=-1, keepdims=True)
+    if problem.sinks is not None:
+        total = total + xp.exp(sinks - largest)
+    return xp.squeeze(xp.log(total) + largest, axis=-1)
+
+
+def normalised(scores: Array, lse: Array, allowed: Array | None, problem: Problem) -> Array:
+    """Return exp(scores − lse), exactly zero where excluded, also in a row whose lse is NaN."""
+    xp = problem.xp
+    lse = xp.astype(lse, scores.dtype)
+    weights = xp.exp(scores - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse)[..., None])
+    return weights if allowed is None else xp.where(allowed, weights, xp.zeros_like(weights))
+
+
+def dropped(weights: Array, problem: Problem) -> Array:
+    """Return the weights after inverted dropout; linear, so the same function is its own backward."""
+    if problem.dropout == 0:
+        return weights
+    xp = problem.xp
+    if problem.dropout == 1:
+        return xp.zeros_like(weights)
+    return xp.where(keep_mask(problem), weights / (1 - problem.dropout), xp.zeros_like(weights))
+
+
+def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
+    """Sum the score gradient over the axes along which the bias was broadcast."""
+    bias = problem.bias
+    return None if bias is None else problem.xp.astype(unbroadcast(problem.xp, dscores, bias.shape), bias.dtype)
+
+
+def sinks_gradient(shift: Array, lse: Array, problem: Problem) -> Array | None:
+    """Return the sinks' gradient: a sink is one more score, whose weight meets no value."""
+    if problem.sinks is None:
+        return None
+    xp, sinks = problem.xp, problem.sinks
+    weight = xp.exp(widen(xp, sinks)[:, None] - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse))
+    axes = tuple(i for i in range(shift.ndim) if i != shift.ndim - 2)
+    return xp.astype(xp.sum(weight * shift, axis=axes), sinks.dtype)  # (H,)
+
+
+def repeat_heads(x: Array, problem: Problem) -> Array:
+    """Give every query head its own copy of the key or value head that it reads."""
+    groups = problem.sizes.heads // problem.sizes.kv_heads
+    return x if groups == 1 else problem.xp.repeat(x, groups, axis=-3)
+
+
+def sum_heads(dx: Array, x: Array, problem: Problem) -> Array:
+    """Reverse :func:`repeat_heads` and the broadcasting of the leading axes."""
+    xp: Any = problem.xp
+    groups = problem.sizes.heads // problem.sizes.kv_heads
+    if groups != 1:
+        grouped = (*dx.shape[:-3], problem.sizes.kv_heads, groups, *dx.shape[-2:])
+        dx = xp.sum(xp.reshape(dx, grouped), axis=-3)
+    return unbroadcast(xp, dx, x.shape)
+
+
+def transpose_pairs(allowed: Array | None, problem: Problem) -> Array | None:
+    """Swap queries and keys in a mask that may have fewer axes than the scores."""
+    if allowed is None:
+        return None
+    xp = problem.xp
+    if allowed.ndim < 2:
+        allowed = xp.reshape(allowed, (*(1,) * (2 - allowed.ndim), *allowed.shape))
+    return xp.matrix_transpose(allowed)

@@ -1,0 +1,92 @@
+"""The attention problem: everything that a kernel is told besides q, k and v, and the kernel's own contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ._arrays import Array
+
+
+class Sizes(NamedTuple):
+    """The axis lengths of an attention problem. ``batch`` is what q, k and v broadcast to before the head axis."""
+
+    batch: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    n_q: int
+    n_k: int
+    d_k: int
+    d_v: int
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """The shape of the scores, ``(…, H, n_q, n_k)``, to which masks and biases broadcast."""
+        return (*self.batch, self.heads, self.n_q, self.n_k)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no score at all."""
+        return 0 in self.scores
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One attention problem, as :func:`polyattn.attention` documents its arguments. Immutable.
+
+    ``backend`` is handed over for its namespace and its hooks; kernels know none by name.
+    Array arguments are native; ``q_offset``, ``key_lengths`` and ``seed`` are Python integers where they are static.
+    """
+
+    backend: Any
+    sizes: Sizes
+    dtype: str
+    device: str | None
+    scale: float
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    dropout: float = 0.0
+    q_offset: int | Array = 0
+    key_lengths: int | Array | None = None
+    seed: int | Array | None = None
+    mask: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    q_segments: Array | None = None
+    k_segments: Array | None = None
+
+    @property
+    def xp(self) -> Any:
+        """The array API namespace."""
+        return self.backend.namespace()
+
+    @property
+    def native_device(self) -> Any:
+        """The library's device object, for creations."""
+        return self.backend.native_device(self.device)
+
+
+class Kernel(Protocol):
+    """An algorithm for attention.
+
+    A kernel sees native arrays of its backend's library with a head axis, after
+    validation and conversion, and never an empty axis. Its backward accepts the
+    ``(out, lse)`` of any kernel.
+    """
+
+    name: str
+
+    def supports(self, problem: Problem) -> str | None:
+        """Return None, or the reason why this kernel does not compute the problem."""
+        ...
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Return ``out (…, H, n_q, d_v)`` in the inputs' dtype and ``lse (…, H, n_q)`` in float32 or wider."""
+        ...
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Return the gradients of ``(q, k, v, bias, sinks)``; None for what the problem does not have."""
+        ...

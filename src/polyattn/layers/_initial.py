@@ -1,0 +1,42 @@
+"""Initial values of weights: drawn by NumPy, so that a seed gives the same ones on every backend."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ShapeError
+
+INITS = ("xavier_uniform", "normal")
+
+
+def generator(seed: int) -> np.random.Generator:
+    """Return the stream from which a layer draws its weights, in the order of their names."""
+    try:
+        return np.random.Generator(np.random.PCG64(operator.index(seed)))
+    except (TypeError, ValueError):
+        raise ArgumentError(f"seed: expected an integer that is not negative, got {seed!r}") from None
+
+
+def initial_weight(rng: np.random.Generator, init: str, fan_in: int, fan_out: int) -> np.ndarray[Any, Any]:
+    """Draw a weight (fan_in, fan_out) in float64.
+
+    ``"xavier_uniform"``: uniform within ±√(6 / (fan_in + fan_out)) (Glorot and Bengio, 2010);
+    ``"normal"``: normal with standard deviation 1/√fan_in (LeCun et al., 1998).
+    """
+    if init not in INITS:
+        raise ArgumentError(f"init: expected one of {', '.join(INITS)}, got {init!r}")
+    if init == "normal":
+        return rng.standard_normal((fan_in, fan_out)) / math.sqrt(fan_in)
+    bound = math.sqrt(6 / (fan_in + fan_out))
+    return rng.uniform(-bound, bound, (fan_in, fan_out))
+
+
+def expect_size(**sizes: Any) -> None:
+    """Require positive integers."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ShapeError(f"{name}: expected a positive integer, got {size!r}")

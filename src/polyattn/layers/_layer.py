@@ -1,0 +1,224 @@
+"""What all layers share: parameters by name, the place to which a layer is bound, and the stairs around its formula."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from .. import registry
+from ..backend import Array, Cache, Place, dtype_name
+from ..checkpoint import read_tensors, write_tensors
+from ..conversion import checked_device, move, place_of
+from ..errors import BackendMismatchError, CheckpointError, DTypeError
+from ..functional._operation import (
+    Operation,
+    Trip,
+    carried,
+    expect_floating,
+    make_cache,
+    settings_of,
+    upstream,
+)  # fmt: skip
+from ..kernels import FLOAT_DTYPES
+from ..selection import selected
+
+__all__ = ["Layer"]
+
+
+class Layer:
+    """Parameters over an operation. Subclasses give the operation, and say what each input is called.
+
+    A layer is bound when it is made: to ``backend=``, else to the selection in
+    force, else to NumPy. Bound by argument or selection it takes arrays of any
+    library and returns that library's; bound by default it takes NumPy's.
+    """
+
+    _operation: ClassVar[Operation]
+    _slots: ClassVar[tuple[str, ...]] = ()
+    """The parameters in the order in which the operation takes them after the inputs; a layer may lack some."""
+
+    def __init__(
+        self, parameters: Mapping[str, np.ndarray[Any, Any]], dtype: str, backend: str | None, device: str | None
+    ) -> None:
+        selection = selected(backend, device)
+        self._moves_inputs = selection is not None
+        chosen = registry.ready("numpy" if selection is None else selection.backend)
+        self._place = Place(chosen, (selection.device if selection else None) or chosen.devices()[0])
+        self._dtype = _checked_dtype(dtype)
+        self._parameters = {name: _created(x, self._dtype, self._place) for name, x in parameters.items()}
+
+    # ---- what it is -------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend to which the layer is bound."""
+        return self._place.backend.name
+
+    @property
+    def device(self) -> str | None:
+        """The device of its parameters."""
+        return self._place.device
+
+    @property
+    def dtype(self) -> str:
+        """The element type of its parameters, and of the inputs that it takes."""
+        return self._dtype
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make a layer of the same architecture."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items())
+        return f"{type(self).__name__}({arguments}, dtype={self.dtype!r}, backend={self.backend!r})"
+
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Array]:
+        """Return the parameters by dotted name, in a dict of its own; the arrays are the layer's."""
+        return dict(self._parameters)
+
+    def with_parameters(self, parameters: Mapping[str, Array]) -> Self:
+        """Return a layer that uses these very arrays: the training step, and what ``jax.jit`` traces.
+
+        Raises
+        ------
+        CheckpointError
+            If names, shapes or dtypes are not this layer's.
+        """
+        self._check(parameters)
+        other = copy.copy(self)
+        other._parameters = {name: parameters[name] for name in self._parameters}
+        return other
+
+    def load_parameters(self, parameters: Mapping[str, Array]) -> None:
+        """Replace the parameters by copies of these, of any library.
+
+        Raises
+        ------
+        CheckpointError
+            If names, shapes or dtypes are not this layer's; it is then unchanged.
+        """
+        self._check(parameters)
+        self._parameters = {
+            name: move(parameters[name], self._place, name=name, copy=True) for name in self._parameters
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the parameters as safetensors, whole or not at all."""
+        write_tensors(path, self._parameters, {"layer": type(self).__name__})
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read parameters that a layer of the same architecture saved.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is damaged, or its names, shapes or dtypes are not this layer's.
+        """
+        tensors, _ = read_tensors(path)
+        try:
+            self.load_parameters(tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{os.fspath(path)}: {error}") from None
+
+    def to(self, backend: str, device: str | None = None) -> Self:
+        """Return the layer on another backend or device; from there it takes arrays of any library."""
+        chosen = registry.ready(backend)
+        device = checked_device(chosen, device)
+        if device is None:
+            device = self.device if self.device in chosen.devices() else chosen.devices()[0]
+        other = copy.copy(self)
+        other._place, other._moves_inputs = Place(chosen, device), True
+        other._parameters = {name: move(x, other._place, name=name) for name, x in self._parameters.items()}
+        return other
+
+    def _check(self, parameters: Mapping[str, Array]) -> None:
+        missing = [name for name in self._parameters if name not in parameters]
+        unexpected = [name for name in parameters if name not in self._parameters]
+        misfits = [
+            f"{name}: expected {tuple(mine.shape)} {self.dtype}, got {tuple(theirs.shape)} {dtype_name(theirs.dtype)}"
+            for name, mine in self._parameters.items()
+            if (theirs := parameters.get(name)) is not None
+            and (tuple(theirs.shape) != tuple(mine.shape) or dtype_name(theirs.dtype) != self.dtype)
+        ]
+        faults = [
+            f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+        ]
+        if faults or misfits:
+            raise CheckpointError(f"parameters do not fit {type(self).__name__}: {'; '.join([*faults, *misfits])}")
+
+    # ---- the stairs -------------------------------------------------------------------------------------------
+
+    def _call(self, inputs: Mapping[str, Array | None], static: dict[str, Any]) -> Array:
+        trip, native = self._embark(inputs), self._place.backend
+        static = self._operation.prepared(trip, static)
+
+        def forward(*arrays: Array) -> tuple[Array, tuple[Any, ...]]:
+            with native.scope():
+                return self._operation.forward(native, *arrays, **static)
+
+        def backward(dy: Array, saved: Any) -> tuple[Any, ...]:
+            with native.scope():
+                return self._operation.backward(native, dy, saved, **static)
+
+        y = native.differentiable(forward, backward)(*trip.arrays, *self._arguments())
+        return trip.back(y, "y")
+
+    def _record(self, inputs: Mapping[str, Array | None], static: dict[str, Any]) -> tuple[Array, Cache]:
+        trip, native = self._embark(inputs), self._place.backend
+        static = self._operation.prepared(trip, static)
+        with native.scope():
+            y, saved = self._operation.forward(native, *trip.arrays, *self._arguments(), **static)
+        return trip.back(y, "y"), make_cache(self._operation.name, y, saved, static, trip)
+
+    def _pull(self, dy: Array, cache: Cache, names: Sequence[str]) -> tuple[list[Array | None], dict[str, Array]]:
+        """Return the gradients of the inputs called ``names``, at home, and of the parameters, where those are."""
+        dy = upstream(dy, cache, self._operation.name)
+        with cache.place.backend.scope():
+            grads = self._operation.backward(cache.place.backend, dy, cache.arrays, **settings_of(cache))
+        dinputs, dparameters = grads[: len(names)], grads[len(grads) - len(self._slots) :]
+        home = [
+            None if dx is None else move(dx, cache.home, name=f"d{name}")
+            for name, dx in zip(names, dinputs, strict=True)
+        ]
+        slots = zip(self._slots, dparameters, strict=True)
+        return home, {name: dparameter for name, dparameter in slots if dparameter is not None}
+
+    def _arguments(self) -> tuple[Array | None, ...]:
+        return tuple(self._parameters.get(name) for name in self._slots)
+
+    def _embark(self, inputs: Mapping[str, Array | None]) -> Trip:
+        home = place_of(inputs)
+        foreign = home.backend is not self._place.backend or home.device not in (None, self._place.device)
+        if foreign and not self._moves_inputs:
+            raise BackendMismatchError(
+                f"{next(iter(inputs))}: this layer was made on {self._place} by default and got an array of {home}; "
+                f"bind it to a backend with layer.to({home.backend.name!r}, device=None)"
+            )
+        return Trip(home, self._place, carried(inputs, home, self._place))
+
+    def _expect_dtype(self, **inputs: Array | None) -> None:
+        expect_floating(**inputs)
+        for name, x in inputs.items():
+            if x is not None and dtype_name(x.dtype) != self.dtype:
+                raise DTypeError(f"{name}: expected {self.dtype}, the layer's dtype, got {dtype_name(x.dtype)}")
+
+
+def _checked_dtype(dtype: Any) -> str:
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    if name not in FLOAT_DTYPES:
+        raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {dtype!r}")
+    return name
+
+
+def _created(x: np.ndarray[Any, Any], dtype: str, place: Place) -> Array:
+    """Return initial values on a backend, rounded on the host where NumPy has the dtype, so that all have the same."""
+    target = place.backend.dtype(dtype)
+    host = x.astype("float32" if dtype == "bfloat16" else dtype, order="C")
+    native = place.backend.asarray(host, place.device, None)
+    return native if dtype != "bfloat16" else place.backend.namespace().astype(native, target)

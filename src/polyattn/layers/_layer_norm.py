@@ -1,0 +1,89 @@
+"""The layer-norm layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..backend import Array, Cache
+from ..errors import ArgumentError, ShapeError
+from ..functional._layer_norm import _operation as layer_norm
+from ..functional._operation import expect_rank
+from ._initial import expect_size
+from ._layer import Layer
+
+__all__ = ["LayerNorm", "LayerNormInputs"]
+
+
+class LayerNormInputs(NamedTuple):
+    """The gradient of a :class:`LayerNorm`'s input."""
+
+    x: Array
+
+
+class LayerNorm(Layer):
+    """Normalisation of the last axis with gain and shift: :func:`polyattn.functional.layer_norm`.
+
+    Parameters
+    ----------
+    features : int
+        Length of the last axis. ``weight`` (features,) starts at one.
+    eps : float
+        Added to the variance, inside the root.
+    bias : bool
+        Whether there is a shift ``bias`` (features,); it starts at zero.
+    dtype : str
+    backend, device : str, optional
+        Where the parameters live and the layer computes.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError, UnknownBackendError, BackendUnavailableError
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.LayerNorm(2, eps=0.0, dtype="float64")(np.array([[1.0, 3.0]]))
+    array([[-1.,  1.]])
+    """
+
+    _operation = layer_norm
+    _slots = ("weight", "bias")
+
+    def __init__(
+        self, features: int, *, eps: float = 1e-5, bias: bool = True, dtype: str = "float32",
+        backend: str | None = None, device: str | None = None,
+    ) -> None:  # fmt: skip
+        expect_size(features=features)
+        if not eps >= 0:
+            raise ArgumentError(f"eps: expected a number that is not negative, got {eps}")
+        self.features, self.eps, self.bias = features, float(eps), bool(bias)
+        parameters = {"weight": np.ones(features)}
+        if bias:
+            parameters["bias"] = np.zeros(features)
+        super().__init__(parameters, dtype, backend, device)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make a layer of the same architecture."""
+        return {"features": self.features, "eps": self.eps, "bias": self.bias}
+
+    def __call__(self, x: Array) -> Array:
+        """Return x (…, features) normalised, and keep nothing."""
+        return self._call(self._inputs(x), {"eps": self.eps})
+
+    def forward(self, x: Array) -> tuple[Array, Cache]:
+        """Return ``(y, cache)``."""
+        return self._record(self._inputs(x), {"eps": self.eps})
+
+    def backward(self, dy: Array, cache: Cache) -> tuple[LayerNormInputs, dict[str, Array]]:
+        """Return dx, and {weight, bias} summed over every leading axis."""
+        inputs, grads = self._pull(dy, cache, ("x",))
+        return LayerNormInputs(*inputs), grads
+
+    def _inputs(self, x: Array) -> dict[str, Array | None]:
+        self._expect_dtype(x=x)
+        expect_rank("x", x, 1)
+        if x.shape[-1] != self.features:
+            raise ShapeError(f"x: expected (…, {self.features}), got {tuple(x.shape)}")
+        return {"x": x}

@@ -1,0 +1,92 @@
+"""The projection layer: y = x W + b."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..backend import Array, Cache
+from ..errors import ShapeError
+from ..functional._linear import _operation as linear
+from ..functional._operation import expect_rank
+from ._initial import expect_size, generator, initial_weight
+from ._layer import Layer
+
+__all__ = ["Projection", "ProjectionInputs"]
+
+
+class ProjectionInputs(NamedTuple):
+    """The gradient of a :class:`Projection`'s input."""
+
+    x: Array
+
+
+class Projection(Layer):
+    """An affine map of the last axis, y = x W + b.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        ``weight`` is (in_features, out_features).
+    bias : bool
+        Whether there is a ``bias`` (out_features,); it starts at zero.
+    init : {"xavier_uniform", "normal"}
+        Distribution of the weight: uniform within ±√(6/(in + out)), or normal with deviation 1/√in.
+    seed : int
+        The same seed gives the same weight on every backend.
+    dtype : str
+    backend, device : str, optional
+        Where the parameters live and the layer computes.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError, UnknownBackendError, BackendUnavailableError
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> layer = pa.Projection(4, 2, dtype="float64")
+    >>> y, cache = layer.forward(np.ones((3, 4)))
+    >>> inputs, grads = layer.backward(np.ones_like(y), cache)
+    >>> inputs.x.shape, grads["weight"].shape, grads["bias"]
+    ((3, 4), (4, 2), array([3., 3.]))
+    """
+
+    _operation = linear
+    _slots = ("weight", "bias")
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, init: str = "xavier_uniform", seed: int = 0,
+        dtype: str = "float32", backend: str | None = None, device: str | None = None,
+    ) -> None:  # fmt: skip
+        expect_size(in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features, self.bias = in_features, out_features, bool(bias)
+        parameters = {"weight": initial_weight(generator(seed), init, in_features, out_features)}
+        if bias:
+            parameters["bias"] = np.zeros(out_features)
+        super().__init__(parameters, dtype, backend, device)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make a layer of the same architecture."""
+        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias}
+
+    def __call__(self, x: Array) -> Array:
+        """Return x W + b for x (…, in_features), and keep nothing."""
+        return self._call(self._inputs(x), {})
+
+    def forward(self, x: Array) -> tuple[Array, Cache]:
+        """Return ``(x W + b, cache)``."""
+        return self._record(self._inputs(x), {})
+
+    def backward(self, dy: Array, cache: Cache) -> tuple[ProjectionInputs, dict[str, Array]]:
+        """Return dx = dy Wᵀ, and {weight: xᵀ dy, bias: Σ dy} summed over every leading axis."""
+        inputs, grads = self._pull(dy, cache, ("x",))
+        return ProjectionInputs(*inputs), grads
+
+    def _inputs(self, x: Array) -> dict[str, Array | None]:
+        self._expect_dtype(x=x)
+        expect_rank("x", x, 1)
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(f"x: expected (…, {self.in_features}), got {tuple(x.shape)}")
+        return {"x": x}

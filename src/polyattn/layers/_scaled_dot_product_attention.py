@@ -1,0 +1,80 @@
+"""Attention as a layer without parameters: bound to a backend, with a scale of its own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..backend import Array, Cache
+from ..functional._arguments import checked
+from ..functional._attention import _operation as attention
+from ._layer import Layer
+
+__all__ = ["AttentionInputs", "ScaledDotProductAttention"]
+
+
+class AttentionInputs(NamedTuple):
+    """The gradients of an attention layer's inputs; None for what was not given, or was shared with an earlier one."""
+
+    query: Array
+    key: Array | None
+    value: Array | None
+    bias: Array | None
+    sinks: Array | None
+
+
+class ScaledDotProductAttention(Layer):
+    """softmax(q kᵀ · scale) v as a layer: :func:`polyattn.attention` with a binding.
+
+    Parameters
+    ----------
+    scale : float, optional
+        Default 1/√d_k.
+    dtype : str
+        Of the inputs that it takes.
+    backend, device : str, optional
+        Where the layer computes.
+
+    Raises
+    ------
+    DTypeError, UnknownBackendError, BackendUnavailableError
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> layer = pa.ScaledDotProductAttention(dtype="float64")
+    >>> out, cache = layer.forward(np.zeros((2, 4)), np.zeros((3, 4)), np.eye(3), causal=True)
+    >>> out.round(3)
+    array([[0.5  , 0.5  , 0.   ],
+           [0.333, 0.333, 0.333]])
+    """
+
+    _operation = attention
+
+    def __init__(
+        self, *, scale: float | None = None, dtype: str = "float32", backend: str | None = None,
+        device: str | None = None,
+    ) -> None:  # fmt: skip
+        self.scale = scale
+        super().__init__({}, dtype, backend, device)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make a layer of the same architecture."""
+        return {"scale": self.scale}
+
+    def __call__(self, q: Array, k: Array, v: Array, **arguments: Any) -> Array:
+        """Return attention over q, k and v; keyword arguments as in :func:`polyattn.attention`."""
+        return self._call(*self._sorted(q, k, v, arguments))
+
+    def forward(self, q: Array, k: Array, v: Array, **arguments: Any) -> tuple[Array, Cache]:
+        """Return ``(out, cache)``."""
+        return self._record(*self._sorted(q, k, v, arguments))
+
+    def backward(self, dy: Array, cache: Cache) -> tuple[AttentionInputs, dict[str, Array]]:
+        """Return the gradients of query, key, value, bias and sinks, and an empty dict of parameters."""
+        inputs, _ = self._pull(dy, cache, AttentionInputs._fields)
+        return AttentionInputs(*inputs), {}
+
+    def _sorted(self, q: Array, k: Array, v: Array, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._expect_dtype(q=q, k=k, v=v)
+        arrays, settings = checked(q, k, v, **{"scale": self.scale, **arguments})
+        return arrays, {"settings": settings}

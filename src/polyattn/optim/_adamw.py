@@ -1,0 +1,100 @@
+"""Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn.kernels import Array
+
+from ._base import Optimizer, Rate, check_number, set_number, set_rate
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    r"""Adam with decoupled weight decay.
+
+    For each parameter :math:`\theta` with gradient :math:`g`, at the update number :math:`t = 1, 2, …`::
+
+        m ← β₁ · m + (1 - β₁) · g
+        v ← β₂ · v + (1 - β₂) · g²
+        m̂ = m / (1 - β₁ᵗ)
+        v̂ = v / (1 - β₂ᵗ)
+        θ ← θ - lr · weight_decay · θ - lr · m̂ / (√(v̂ + eps_root) + eps)
+
+    Where the denominator is 0 (``eps = eps_root = 0`` and no gradient so far) the fraction counts as 0.
+
+    Parameters
+    ----------
+    lr : float or function of the step
+        The learning rate. A function is given the number of updates already done, as a 0-d array of float64 if
+        a parameter is float64 and of float32 otherwise, and returns a number or a 0-d array.
+    betas : (float, float)
+        The decay of the two moments, each in [0, 1).
+    eps : float
+        Added to the root, at least 0.
+    eps_root : float
+        Added inside the root, at least 0. "Epsilon inside the root" is ``AdamW(lr, eps=0, eps_root=…)``.
+    weight_decay : float
+        The decay, at least 0; it is multiplied by the learning rate and never enters the moments.
+
+    Raises
+    ------
+    ValueError
+        If one of these is out of its range.
+
+    Notes
+    -----
+    The state is ``{"step": 0-d int32, "mean.NAME": m, "square.NAME": v}``. float16 and bfloat16 parameters have
+    float32 moments and arithmetic (1e-8 is zero in float16); only the new parameter is rounded to its dtype.
+
+    References
+    ----------
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, with the schedule multiplier taken into lr.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> params = {"weight": np.asarray([1.0, -2.0])}
+    >>> adamw = AdamW(lr=0.1, weight_decay=0.5)
+    >>> params, state = adamw.update({"weight": np.asarray([0.1, -0.3])}, adamw.init(params), params)
+    >>> np.round(params["weight"], 6)
+    array([ 0.85, -1.8 ])
+    >>> sorted(state)
+    ['mean.weight', 'square.weight', 'step']
+    """
+
+    lr: Rate
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    eps_root: float = 0.0
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        set_rate(self, "lr")
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2:
+            raise ValueError(f"betas: expected a tuple of two numbers, got {self.betas!r}")
+        betas = tuple(check_number(f"betas[{index}]", beta, below=1.0) for index, beta in enumerate(self.betas))
+        object.__setattr__(self, "betas", betas)
+        for argument in ("eps", "eps_root", "weight_decay"):
+            set_number(self, argument)
+
+    def _slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def _corrections(self, t: Array, xp: Any) -> tuple[Array, ...]:
+        """Return ``1 - βᵗ`` of both betas without the cancellation: in float32, 1 - 0.999 has four digits."""
+        return tuple(-xp.expm1(t * (math.log(beta) if beta else -math.inf)) for beta in self.betas)
+
+    def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
+        mean, square, rate, mean_correction, square_correction = rest
+        mean = mean * self.betas[0] + grad * (1.0 - self.betas[0])
+        square = square * self.betas[1] + grad * grad * (1.0 - self.betas[1])
+        denominator = xp.sqrt(square / square_correction + self.eps_root) + self.eps
+        vanished = xp.equal(denominator, xp.zeros_like(denominator))
+        direction = mean / mean_correction / xp.where(vanished, xp.ones_like(denominator), denominator)
+        direction = xp.where(vanished, xp.zeros_like(direction), direction)
+        if self.weight_decay:
+            direction = direction + theta * self.weight_decay
+        return theta - rate * direction, mean, square

@@ -1,0 +1,85 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn.kernels import Array
+
+from ._base import Optimizer, Rate, set_number, set_rate
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    r"""Stochastic gradient descent with momentum, as in :class:`torch.optim.SGD`.
+
+    For each parameter :math:`\theta` with gradient :math:`g`::
+
+        g ← g + weight_decay · θ
+        b ← momentum · b + g                (momentum ≠ 0; b is zero before the first update)
+        u = g + momentum · b                (nesterov)
+          = b                               (momentum ≠ 0)
+          = g                               (momentum = 0)
+        θ ← θ - lr · u
+
+    Parameters
+    ----------
+    lr : float or function of the step
+        The learning rate. A function is given the number of updates already done, as a 0-d array of float64 if
+        a parameter is float64 and of float32 otherwise, and returns a number or a 0-d array.
+    momentum : float
+        In [0, 1). 0 keeps no buffer.
+    nesterov : bool
+        Nesterov's form of the momentum; it needs one.
+    weight_decay : float
+        The factor of the L2 penalty's gradient, at least 0; it works without momentum too.
+
+    Raises
+    ------
+    ValueError
+        If one of these is out of its range.
+
+    Notes
+    -----
+    The state is ``{"step": 0-d int32, "momentum.NAME": …}``. float16 and bfloat16 parameters have float32
+    buffers and arithmetic; only the new parameter is rounded to its dtype.
+
+    References
+    ----------
+    Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep learning", 2013.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> params = {"weight": np.asarray([2.0, -1.0])}
+    >>> sgd = SGD(lr=0.5, weight_decay=0.1)
+    >>> params, state = sgd.update({"weight": np.zeros(2)}, sgd.init(params), params)
+    >>> params["weight"]
+    array([ 1.9 , -0.95])
+    """
+
+    lr: Rate
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        set_rate(self, "lr")
+        set_number(self, "momentum", below=1.0)
+        set_number(self, "weight_decay")
+        if self.nesterov and not self.momentum:
+            raise ValueError("momentum: expected more than 0 for nesterov=True, got 0")
+
+    def _slots(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
+        *buffers, rate = rest
+        if self.weight_decay:
+            grad = grad + theta * self.weight_decay
+        if not buffers:
+            return (theta - rate * grad,)
+        buffer = buffers[0] * self.momentum + grad
+        direction = grad + buffer * self.momentum if self.nesterov else buffer
+        return theta - rate * direction, buffer
