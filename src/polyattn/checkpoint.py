@@ -148,7 +148,8 @@ def _bfloat16(where: str, name: str) -> np.dtype[Any]:
         raise CheckpointError(
             f"{where}: {name!r} is bfloat16, which NumPy reads only with ml_dtypes: pip install ml_dtypes"
         ) from cause
-    return np.dtype(bfloat16)
+    dtype: np.dtype[Any] = np.dtype(bfloat16)
+    return dtype
 
 
 def _sync_folder(folder: Path) -> None:

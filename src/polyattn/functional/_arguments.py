@@ -23,6 +23,7 @@ ARRAYS = (
 class Settings:
     """The static arguments of one attention call. Integers are None here where they came as arrays."""
 
+    sizes: Sizes
     causal: bool
     window: tuple[int | None, int | None]
     scale: float
@@ -52,6 +53,7 @@ def checked(
     if key_lengths is not None:
         _check_lengths(key_lengths, static["key_lengths"], sizes.n_k)
     settings = Settings(
+        sizes=sizes,
         causal=bool(causal),
         window=_checked_window(window),
         scale=_checked_scale(scale, sizes.d_k),
@@ -73,9 +75,9 @@ def checked(
 
 def make_problem(place: Place, arrays: tuple[Any, ...], settings: Settings) -> Problem:
     """Return the problem as a kernel is told it, from native arrays in the order of ARRAYS."""
-    q, k, v, bias, sinks, mask, q_offset, key_lengths, q_segments, k_segments, seed = arrays
+    q, _, _, bias, sinks, mask, q_offset, key_lengths, q_segments, k_segments, seed = arrays
     return Problem(
-        place.backend, checked_sizes(q, k, v), dtype_name(q.dtype), place.device, settings.scale, settings.causal,
+        place.backend, settings.sizes, dtype_name(q.dtype), place.device, settings.scale, settings.causal,
         settings.window, settings.softcap, settings.dropout,
         _either(settings.q_offset, q_offset, 0), _either(settings.key_lengths, key_lengths, None),
         _either(settings.seed, seed, None), mask, bias, sinks, q_segments, k_segments,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 Array = Any
@@ -12,6 +13,12 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def dtype_name(dtype: Any) -> str:
     """Return the standard's name of a dtype of any library, ``"float32"`` for instance."""
+    return _dtype_name(type(dtype), dtype)
+
+
+@functools.lru_cache(maxsize=256)  # NumPy spells the name anew each time, and every call asks for several
+def _dtype_name(kind: type, dtype: Any) -> str:
+    # The kind keeps dtypes of two libraries from being compared, which some of them warn about.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
     return str(name)
 
