@@ -30,7 +30,7 @@ from .errors import (
     ShapeError,
     UnknownBackendError,
 )
-from .functional import attention, attention_backward, attention_forward, attention_merge, attention_weights
+from .functional import attention, attention_backward, attention_forward, attention_merge, attention_weights, explain
 from .layers import LayerNorm, MultiHeadAttention, Projection, ScaledDotProductAttention
 from .registry import list_backends
 from .selection import get_backend, set_backend, use_backend
@@ -55,6 +55,7 @@ __all__ = [
     "attention_forward",
     "attention_merge",
     "attention_weights",
+    "explain",
     "functional",
     "get_backend",
     "list_backends",

@@ -78,8 +78,8 @@ class Cache:
 
     ``place`` is the backend and device that computed it, ``kernel`` the attention
     kernel; its backward runs there, whatever is selected by then. ``home`` is
-    where the inputs came from and where their gradients go. The arrays are
-    referred to, not copied: changing an input before the backward is undefined.
+    where the inputs came from and where their gradients go. Inputs and results
+    are referred to, not copied: changing either before the backward is undefined.
     """
 
     op: str

@@ -12,6 +12,7 @@ from ._attention import AttentionGrads, attention, attention_backward, attention
 from ._attention_merge import attention_merge
 from ._attention_weights import attention_weights
 from ._cross_entropy import CrossEntropyGrads, cross_entropy, cross_entropy_backward, cross_entropy_forward
+from ._explain import Explanation, explain
 from ._gelu import GeluGrads, gelu, gelu_backward, gelu_forward
 from ._layer_norm import LayerNormGrads, layer_norm, layer_norm_backward, layer_norm_forward
 from ._linear import LinearGrads, linear, linear_backward, linear_forward
@@ -22,6 +23,7 @@ from ._softmax import SoftmaxGrads, softmax, softmax_backward, softmax_forward
 __all__ = [
     "AttentionGrads",
     "CrossEntropyGrads",
+    "Explanation",
     "GeluGrads",
     "LayerNormGrads",
     "LinearGrads",
@@ -36,6 +38,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_forward",
+    "explain",
     "gelu",
     "gelu_backward",
     "gelu_forward",

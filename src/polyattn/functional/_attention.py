@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -9,11 +10,14 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache, Place, dtype_name
 from ..conversion import move, place_of
 from ..errors import BackendMismatchError, DTypeError
-from ..kernels import GENERIC, Kernel, Problem, choose, named, unbroadcast, wide
+from ..kernels import GENERIC, Kernel, Problem, cast, choose, expand, named, unbroadcast, wide
 from ._arguments import Settings, checked, make_problem
 from ._operation import Operation, expect_shape, homeward, settings_of, upstream
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
+
+
+logger = logging.getLogger("polyattn")
 
 
 class AttentionGrads(NamedTuple):
@@ -31,6 +35,7 @@ def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> di
     settings: Settings = static["settings"]
     problem = make_problem(place, arrays, settings)
     kernel = _kernel_for(problem, settings.kernel)
+    logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, place, kernel.name)
     return {"settings": replace(settings, kernel=kernel.name, device=place.device)}
 
 
@@ -227,7 +232,7 @@ def _empty_forward(q: Array, problem: Problem) -> tuple[Array, Array]:
     out = xp.zeros((*rows, problem.sizes.d_v), dtype=q.dtype, device=device)
     lse = xp.full(rows, -math.inf, dtype=dtype, device=device)
     if problem.sinks is not None:
-        lse = xp.broadcast_to(xp.astype(problem.sinks, dtype)[:, None], rows)
+        lse = expand(xp, cast(xp, problem.sinks, dtype)[:, None], rows)
     return out, lse
 
 
@@ -238,5 +243,5 @@ def _empty_backward(
     xp = problem.xp
     dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias, problem.sinks))
     if dsinks is not None and dlse is not None:
-        dsinks = xp.astype(unbroadcast(xp, xp.sum(dlse, axis=-1), dsinks.shape), dsinks.dtype)
+        dsinks = cast(xp, unbroadcast(xp, xp.sum(dlse, axis=-1), dsinks.shape), dsinks.dtype)
     return xp.zeros_like(q), xp.zeros_like(k), xp.zeros_like(v), dbias, dsinks

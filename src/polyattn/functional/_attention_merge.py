@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backend import Array
 from ..errors import ArgumentError
-from ..kernels import wide, widen
+from ..kernels import cast, wide, widen
 from ._operation import embark, expect_floating, expect_one_dtype, expect_shape
 
 __all__ = ["attention_merge"]
@@ -71,6 +71,6 @@ def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]
     native: tuple[Array, ...] = trip.arrays
     xp, n = trip.place.backend.namespace(), len(parts)
     dtype = wide(xp, native[0].dtype)
-    pairs = [(widen(xp, out), xp.astype(lse, dtype)) for out, lse in zip(native[:n], native[n:], strict=True)]
+    pairs = [(widen(xp, out), cast(xp, lse, dtype)) for out, lse in zip(native[:n], native[n:], strict=True)]
     out, lse = reduce(lambda a, b: merge(xp, a, b), pairs)
-    return trip.back(xp.astype(out, native[0].dtype), "out"), trip.back(lse, "lse")
+    return trip.back(cast(xp, out, native[0].dtype), "out"), trip.back(lse, "lse")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..backend import Array, Backend, Place
-from ..kernels import unbroadcast, widen
+from ..kernels import cast, expand, unbroadcast, widen
 from ..kernels._plain import (
     attention_scores,
     log_sum_exp,
@@ -36,7 +36,7 @@ def forward(backend: Backend, q: Array, k: Array, *rest: Array, settings: Settin
     else:
         scores, _, allowed = attention_scores(q_, repeat_heads(k_, problem), problem)
         weights = normalised(scores, log_sum_exp(scores, allowed, problem), allowed, problem)
-        weights = xp.broadcast_to(xp.astype(weights, q.dtype), problem.sizes.scores)
+        weights = expand(xp, cast(xp, weights, q.dtype), problem.sizes.scores)
     return weights[0, ...] if q.ndim == k.ndim == 2 else weights, (q, k, *rest)
 
 
@@ -58,7 +58,7 @@ def backward(backend: Backend, dweights: Array, saved: tuple[Any, ...], *, setti
     dq, dk, dbias = scores_backward(dscores, q_, k_, capped, allowed, problem)
     dq, dk = unbroadcast(xp, dq, (*q_.shape,)), sum_heads(dk, k_heads, problem)
     dsinks = sinks_gradient(shift, lse, problem)
-    dq, dk = (xp.astype(xp.reshape(dx, x.shape), x.dtype) for dx, x in ((dq, q), (dk, k)))
+    dq, dk = (cast(xp, xp.reshape(dx, x.shape), x.dtype) for dx, x in ((dq, q), (dk, k)))
     return (dq, dk, None, dbias, dsinks, *(None for _ in rest))
 
 

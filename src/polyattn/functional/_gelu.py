@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
-from ..kernels import widen
+from ..kernels import cast, widen
 from ._erfc import erfc
 from ._operation import Operation, expect_floating
 
@@ -28,7 +28,7 @@ def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tup
     xp = backend.namespace()
     wide = widen(xp, x)
     phi, _ = _distribution(xp, wide, approximate)
-    return xp.astype(wide * phi, x.dtype), (x,)
+    return cast(xp, wide * phi, x.dtype), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
@@ -36,7 +36,7 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: s
     xp, (x,) = backend.namespace(), saved
     wide = widen(xp, x)
     phi, density = _distribution(xp, wide, approximate)
-    return (xp.astype(widen(xp, dy) * (phi + wide * density), x.dtype),)
+    return (cast(xp, widen(xp, dy) * (phi + wide * density), x.dtype),)
 
 
 def _distribution(xp: Any, x: Array, approximate: str) -> tuple[Array, Array]:

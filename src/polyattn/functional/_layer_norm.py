@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
-from ..kernels import widen
+from ..kernels import cast, widen
 from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape
 
 __all__ = ["LayerNormGrads", "layer_norm", "layer_norm_backward", "layer_norm_forward"]
@@ -36,7 +36,7 @@ def forward(
         y = y * widen(xp, weight)
     if bias is not None:
         y = y + widen(xp, bias)
-    return xp.astype(y, x.dtype), (xhat, rstd, weight, bias)
+    return cast(xp, y, x.dtype), (xhat, rstd, weight, bias)
 
 
 def backward(
@@ -46,13 +46,13 @@ def backward(
     xp, (xhat, rstd, weight, bias) = backend.namespace(), saved
     dy_, rows = widen(xp, dy), tuple(range(dy.ndim - 1))
     # y = x̂ · weight + bias
-    dbias = None if bias is None else xp.astype(xp.sum(dy_, axis=rows), bias.dtype)  # (n,)
-    dweight = None if weight is None else xp.astype(xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (n,)
+    dbias = None if bias is None else cast(xp, xp.sum(dy_, axis=rows), bias.dtype)  # (n,)
+    dweight = None if weight is None else cast(xp, xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (n,)
     dxhat = dy_ if weight is None else dy_ * widen(xp, weight)
     # x̂ = (x − mean(x)) · rstd(x)
     along = xp.mean(dxhat * xhat, axis=-1, keepdims=True)
     dx = (dxhat - xp.mean(dxhat, axis=-1, keepdims=True) - xhat * along) * rstd
-    return xp.astype(dx, dy.dtype), dweight, dbias
+    return cast(xp, dx, dy.dtype), dweight, dbias
 
 
 _operation = Operation("layer_norm", forward, backward)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
-from ..kernels import widen
+from ..kernels import cast, widen
 from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape
 
 __all__ = ["LinearGrads", "linear", "linear_backward", "linear_forward"]
@@ -28,7 +28,7 @@ def forward(
     y = xp.matmul(widen(xp, x), widen(xp, weight))  # (…, out)
     if bias is not None:
         y = y + widen(xp, bias)
-    return xp.astype(y, x.dtype), (x, weight, bias)
+    return cast(xp, y, x.dtype), (x, weight, bias)
 
 
 def backward(
@@ -44,9 +44,9 @@ def backward(
     flat = (-1, n) if n else (dy_.size // rows[1] if rows[1] else 0, 0)
     dweight = xp.matmul(xp.matrix_transpose(xp.reshape(widen(xp, x), flat)), xp.reshape(dy_, rows))  # (in, out)
     return (
-        xp.astype(dx, x.dtype),
-        xp.astype(dweight, weight.dtype),
-        None if bias is None else xp.astype(dbias, bias.dtype),
+        cast(xp, dx, x.dtype),
+        cast(xp, dweight, weight.dtype),
+        None if bias is None else cast(xp, dbias, bias.dtype),
     )
 
 

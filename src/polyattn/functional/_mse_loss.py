@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
-from ..kernels import widen
+from ..kernels import cast, widen
 from ._operation import Operation, expect_one_dtype, expect_shape
 
 __all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
@@ -24,7 +24,7 @@ def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, 
     xp = backend.namespace()
     difference = widen(xp, prediction) - widen(xp, target)
     loss = xp.mean(difference * difference)  # ()
-    return xp.astype(loss, prediction.dtype), (difference,)
+    return cast(xp, loss, prediction.dtype), (difference,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array, Array]:
@@ -32,7 +32,7 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array, A
     xp, (difference,) = backend.namespace(), saved
     # loss = mean(difference²)
     ddifference = xp.multiply(difference * (2 / max(math.prod(difference.shape), 1)), widen(xp, dy))
-    dprediction = xp.astype(ddifference, dy.dtype)
+    dprediction = cast(xp, ddifference, dy.dtype)
     return dprediction, -dprediction
 
 

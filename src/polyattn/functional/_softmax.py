@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
-from ..kernels import widen
+from ..kernels import cast, widen
 from ._operation import Operation, expect_floating, expect_rank
 
 __all__ = ["SoftmaxGrads", "softmax", "softmax_backward", "softmax_forward"]
@@ -24,7 +24,7 @@ def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, tuple[Arra
     wide = widen(xp, x)
     exp = xp.exp(wide - xp.max(wide, axis=axis, keepdims=True)) if x.shape[axis] else wide
     y = exp / xp.sum(exp, axis=axis, keepdims=True)
-    return xp.astype(y, x.dtype), (y,)
+    return cast(xp, y, x.dtype), (y,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, axis: int) -> tuple[Array]:
@@ -32,7 +32,7 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array], *, axis: int) -> 
     xp, (y,) = backend.namespace(), saved
     dx = widen(xp, dy) * y
     dx = dx - y * xp.sum(dx, axis=axis, keepdims=True)
-    return (xp.astype(dx, dy.dtype),)
+    return (cast(xp, dx, dy.dtype),)
 
 
 _operation = Operation("softmax", forward, backward)

@@ -5,7 +5,7 @@ This floor knows no backend: it is handed the namespace, the hooks and the list 
 
 from __future__ import annotations
 
-from ._arrays import FLOAT_DTYPES, Array, dtype_name, unbroadcast, wide, widen
+from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast, wide, widen
 from ._choice import GENERIC, candidates, choose, named
 from ._problem import Kernel, Problem, Sizes
 
@@ -17,8 +17,10 @@ __all__ = [
     "Problem",
     "Sizes",
     "candidates",
+    "cast",
     "choose",
     "dtype_name",
+    "expand",
     "named",
     "unbroadcast",
     "wide",

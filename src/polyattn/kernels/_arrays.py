@@ -28,9 +28,19 @@ def wide(xp: Any, dtype: Any) -> Any:
     return dtype if dtype_name(dtype) == "float64" else xp.float32
 
 
+def cast(xp: Any, x: Array, dtype: Any) -> Array:
+    """Return ``x`` in a dtype, itself where it has it."""
+    return xp.astype(x, dtype, copy=False)
+
+
 def widen(xp: Any, x: Array) -> Array:
     """Return ``x`` in float32 at least."""
-    return xp.astype(x, wide(xp, x.dtype), copy=False)
+    return cast(xp, x, wide(xp, x.dtype))
+
+
+def expand(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:
+    """Return ``x`` broadcast to a shape, as an array of its own: a broadcast view is read-only in some libraries."""
+    return x if tuple(x.shape) == shape else xp.asarray(xp.broadcast_to(x, shape), copy=True)
 
 
 def unbroadcast(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:

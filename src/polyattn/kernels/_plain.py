@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ._arrays import Array, unbroadcast, widen
+from ._arrays import Array, cast, expand, unbroadcast, widen
 from ._dropout import keep_mask
 from ._exclusion import matmul_excluding
 from ._masks import allowed as allowed_pairs
@@ -39,7 +39,7 @@ class PlainKernel:
         lse = log_sum_exp(scores, allowed, problem)  # (…, H, n_q)
         weights = normalised(scores, lse, allowed, problem)
         out = matmul_excluding(problem.backend, dropped(weights, problem), v_, allowed)  # (…, H, n_q, d_v)
-        return xp.astype(out, q.dtype), xp.broadcast_to(lse, problem.sizes.scores[:-1])
+        return cast(xp, out, q.dtype), expand(xp, lse, problem.sizes.scores[:-1])
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
@@ -63,8 +63,8 @@ class PlainKernel:
         dsinks = sinks_gradient(shift, lse, problem)
         dq, dk, dbias = scores_backward(dscores, q_, k_, capped, allowed, problem)
 
-        dq = xp.astype(unbroadcast(xp, dq, q.shape), q.dtype)
-        dk, dv = (xp.astype(sum_heads(dx, x, problem), x.dtype) for dx, x in ((dk, k), (dv, v)))
+        dq = cast(xp, unbroadcast(xp, dq, q.shape), q.dtype)
+        dk, dv = (cast(xp, sum_heads(dx, x, problem), x.dtype) for dx, x in ((dk, k), (dv, v)))
         return dq, dk, dv, dbias, dsinks
 
 
@@ -75,7 +75,7 @@ def attention_scores(q: Array, k: Array, problem: Problem) -> _Scores:
     if problem.softcap is not None:
         capped = scores = xp.tanh(scores / problem.softcap) * problem.softcap
     if problem.bias is not None:
-        scores = scores + xp.astype(problem.bias, scores.dtype)
+        scores = scores + cast(xp, problem.bias, scores.dtype)
     allowed = allowed_pairs(problem)
     if allowed is not None:
         scores = xp.where(allowed, scores, xp.full_like(scores, -math.inf))
@@ -108,7 +108,7 @@ def log_sum_exp(scores: Array, allowed: Array | None, problem: Problem) -> Array
     largest = xp.max(scores, axis=-1, keepdims=True)  # (…, H, n_q, 1)
     some = None if allowed is None else xp.any(allowed, axis=-1, keepdims=True)
     if problem.sinks is not None:
-        sinks = xp.astype(problem.sinks, scores.dtype)[:, None, None]  # (H, 1, 1)
+        sinks = cast(xp, problem.sinks, scores.dtype)[:, None, None]  # (H, 1, 1)
         largest = xp.maximum(largest, sinks)
         some = None if some is None else xp.logical_or(some, xp.greater(sinks, -math.inf))
     if some is not None:  # decided by the masks: a row whose genuine scores are all −inf stays NaN
@@ -122,7 +122,7 @@ def log_sum_exp(scores: Array, allowed: Array | None, problem: Problem) -> Array
 def normalised(scores: Array, lse: Array, allowed: Array | None, problem: Problem) -> Array:
     """Return exp(scores − lse), exactly zero where excluded, also in a row whose lse is NaN."""
     xp = problem.xp
-    lse = xp.astype(lse, scores.dtype)
+    lse = cast(xp, lse, scores.dtype)
     weights = xp.exp(scores - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse)[..., None])
     return weights if allowed is None else xp.where(allowed, weights, xp.zeros_like(weights))
 
@@ -140,7 +140,7 @@ def dropped(weights: Array, problem: Problem) -> Array:
 def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
     """Sum the score gradient over the axes along which the bias was broadcast."""
     bias = problem.bias
-    return None if bias is None else problem.xp.astype(unbroadcast(problem.xp, dscores, bias.shape), bias.dtype)
+    return None if bias is None else cast(problem.xp, unbroadcast(problem.xp, dscores, bias.shape), bias.dtype)
 
 
 def sinks_gradient(shift: Array, lse: Array, problem: Problem) -> Array | None:
@@ -150,7 +150,7 @@ def sinks_gradient(shift: Array, lse: Array, problem: Problem) -> Array | None:
     xp, sinks = problem.xp, problem.sinks
     weight = xp.exp(widen(xp, sinks)[:, None] - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse))
     axes = tuple(i for i in range(shift.ndim) if i != shift.ndim - 2)
-    return xp.astype(xp.sum(weight * shift, axis=axes), sinks.dtype)  # (H,)
+    return cast(xp, xp.sum(weight * shift, axis=axes), sinks.dtype)  # (H,)
 
 
 def repeat_heads(x: Array, problem: Problem) -> Array:

@@ -1,0 +1,91 @@
+"""What a call of attention would do: where, with which kernel and why, and how much work it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..backend import Array
+from ..conversion import destination, place_of
+from ..kernels import candidates, choose, dtype_name
+from ..selection import selected
+from ._arguments import checked, make_problem
+
+__all__ = ["Explanation", "explain"]
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found. ``refusals`` has every kernel that would not run, with its reason."""
+
+    backend: str
+    device: str | None
+    moved_from: str | None
+    kernel: str
+    refusals: dict[str, str]
+    forward_flops: int
+    backward_flops: int
+    bytes: int
+
+    def __str__(self) -> str:
+        moved = f", inputs moved from {self.moved_from}" if self.moved_from else ""
+        lines = [
+            f"kernel    {self.kernel}, on {self.backend} ({self.device}){moved}",
+            *(f"not       {name}: {reason}" for name, reason in self.refusals.items()),
+            f"work      {self.forward_flops / 1e9:.3g} GFLOP forward, {self.backward_flops / 1e9:.3g} GFLOP backward",
+            f"memory    {self.bytes / 2**20:.3g} MiB in and out",
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Array, k: Array, v: Array, *, mask: Array | None = None, bias: Array | None = None, causal: bool = False,
+    q_offset: int | Array | None = None, window: tuple[int | None, int | None] | None = None,
+    key_lengths: int | Array | None = None, segment_ids: tuple[Array, Array] | None = None,
+    scale: float | None = None, softcap: float | None = None, sinks: Array | None = None, dropout: float = 0.0,
+    seed: int | Array | None = None, backend: str | None = None, kernel: str | None = None,
+) -> Explanation:  # fmt: skip
+    """Say what :func:`attention` would do with these arguments, without doing it or moving anything.
+
+    Returns
+    -------
+    Explanation
+        The kernel that would run, why each one before it would not, and the work as it would be without
+        skipping excluded scores: 2·(d_k + d_v) floating-point operations a score forward, and 2.5 times that
+        backward. ``print`` it.
+
+    Raises
+    ------
+    PolyattnError
+        Whatever :func:`attention` would raise for these arguments.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> q = np.zeros((1, 8, 1024, 64), dtype=np.float32)
+    >>> pa.explain(q, q, q).forward_flops
+    2147483648
+    """
+    arrays, settings = checked(
+        q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
+        segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
+    )  # fmt: skip
+    home, selection = place_of(arrays), selected(backend)
+    place = home if selection is None else destination(home, selection.backend, selection.device)
+    problem = make_problem(place, tuple(arrays.values()), settings)
+    chosen = choose(place.backend.kernels, problem, kernel)
+    refusals = {}
+    for candidate in candidates(place.backend.kernels):
+        reason = candidate.supports(problem)
+        if candidate is not chosen and reason is not None:
+            refusals[candidate.name] = reason
+    sizes = settings.sizes
+    flops = 2 * math.prod(sizes.scores) * (sizes.d_k + sizes.d_v)
+    results = math.prod(sizes.scores[:-1]) * sizes.d_v
+    elements = sum(math.prod(x.shape) for x in (q, k, v)) + results
+    return Explanation(
+        place.backend.name, place.device, None if place == home else str(home), chosen.name, refusals,
+        flops, flops * 5 // 2, elements * ITEMSIZE[dtype_name(q.dtype)],
+    )  # fmt: skip
