@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..backend import Array, Backend, Place
-from ..kernels import cast, expand, unbroadcast, widen
+from ..kernels import Problem, cast, expand, unbroadcast, widen
 from ..kernels._plain import (
     attention_scores,
-    log_sum_exp,
-    normalised,
+    exponentials,
+    nonzero,
     repeat_heads,
     scores_backward,
     sinks_gradient,
@@ -35,7 +35,7 @@ def forward(backend: Backend, q: Array, k: Array, *rest: Array, settings: Settin
         weights = xp.zeros(problem.sizes.scores, dtype=q.dtype, device=problem.native_device)
     else:
         scores, _, allowed = attention_scores(q_, repeat_heads(k_, problem), problem)
-        weights = normalised(scores, log_sum_exp(scores, allowed, problem), allowed, problem)
+        weights, _ = _weights(scores, allowed, problem)
         weights = expand(xp, cast(xp, weights, q.dtype), problem.sizes.scores)
     return weights[0, ...] if q.ndim == k.ndim == 2 else weights, (q, k, *rest)
 
@@ -50,8 +50,7 @@ def backward(backend: Backend, dweights: Array, saved: tuple[Any, ...], *, setti
     k_heads = k if k.ndim > 2 else k[None, ...]
     q_, k_ = widen(xp, q if q.ndim > 2 else q[None, ...]), widen(xp, repeat_heads(k_heads, problem))
     scores, capped, allowed = attention_scores(q_, k_, problem)
-    lse = log_sum_exp(scores, allowed, problem)
-    weights = normalised(scores, lse, allowed, problem)
+    weights, lse = _weights(scores, allowed, problem)
     dweights = xp.reshape(widen(xp, dweights), problem.sizes.scores)
     shift = -xp.sum(xp.where(xp.equal(weights, 0), xp.zeros_like(dweights), weights * dweights), axis=-1)
     dscores = weights * (dweights + shift[..., None])
@@ -60,6 +59,16 @@ def backward(backend: Backend, dweights: Array, saved: tuple[Any, ...], *, setti
     dsinks = sinks_gradient(shift, lse, problem)
     dq, dk = (cast(xp, xp.reshape(dx, x.shape), x.dtype) for dx, x in ((dq, q), (dk, k)))
     return (dq, dk, None, dbias, dsinks, *(None for _ in rest))
+
+
+def _weights(scores: Array, allowed: Array | None, problem: Problem) -> tuple[Array, Array]:
+    """Return the softmax, exactly zero where excluded, and the log of its denominator."""
+    xp = problem.xp
+    exp, total, largest = exponentials(scores, allowed, problem)
+    weights = exp / nonzero(xp, total)
+    if allowed is not None:
+        weights = xp.where(allowed, weights, xp.zeros_like(weights))
+    return weights, xp.squeeze(xp.log(total) + largest, axis=-1)
 
 
 _operation = Operation("attention_weights", forward, backward, prepare)

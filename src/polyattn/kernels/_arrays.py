@@ -13,11 +13,11 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def dtype_name(dtype: Any) -> str:
     """Return the standard's name of a dtype of any library, ``"float32"`` for instance."""
-    return _dtype_name(type(dtype), dtype)
+    return _dtype_name(dtype.__class__, dtype)
 
 
 @functools.lru_cache(maxsize=256)  # NumPy spells the name anew each time, and every call asks for several
-def _dtype_name(kind: type, dtype: Any) -> str:
+def _dtype_name(kind: Any, dtype: Any) -> str:
     # The kind keeps dtypes of two libraries from being compared, which some of them warn about.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
     return str(name)

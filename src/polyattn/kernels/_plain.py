@@ -32,13 +32,13 @@ class PlainKernel:
         return None
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Return softmax(q kᵀ · scale + …) v, and the log of the softmax's denominator."""
+        """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
         xp = problem.xp
         q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
         scores, _, allowed = attention_scores(q_, k_, problem)  # (…, H, n_q, n_k)
-        lse = log_sum_exp(scores, allowed, problem)  # (…, H, n_q)
-        weights = normalised(scores, lse, allowed, problem)
-        out = matmul_excluding(problem.backend, dropped(weights, problem), v_, allowed)  # (…, H, n_q, d_v)
+        exp, total, largest = exponentials(scores, allowed, problem)
+        out = matmul_excluding(problem.backend, dropped(exp, problem), v_, allowed) / nonzero(xp, total)
+        lse = xp.squeeze(xp.log(total) + largest, axis=-1)  # (…, H, n_q)
         return cast(xp, out, q.dtype), expand(xp, lse, problem.sizes.scores[:-1])
 
     def backward(
@@ -102,8 +102,8 @@ def scores_backward(
     return dq, dk, dbias
 
 
-def log_sum_exp(scores: Array, allowed: Array | None, problem: Problem) -> Array:
-    """Return log Σ exp(scores) over the keys, and the sink; −inf for a row with nothing to attend to."""
+def exponentials(scores: Array, allowed: Array | None, problem: Problem) -> tuple[Array, Array, Array]:
+    """Return exp(scores − largest), its sum over the keys and the sink, and the largest; zeros in an empty row."""
     xp = problem.xp
     largest = xp.max(scores, axis=-1, keepdims=True)  # (…, H, n_q, 1)
     some = None if allowed is None else xp.any(allowed, axis=-1, keepdims=True)
@@ -113,10 +113,16 @@ def log_sum_exp(scores: Array, allowed: Array | None, problem: Problem) -> Array
         some = None if some is None else xp.logical_or(some, xp.greater(sinks, -math.inf))
     if some is not None:  # decided by the masks: a row whose genuine scores are all −inf stays NaN
         largest = xp.where(some, largest, xp.zeros_like(largest))
-    total = xp.sum(xp.exp(scores - largest), axis=-1, keepdims=True)
+    exp = xp.exp(scores - largest)  # (…, H, n_q, n_k)
+    total = xp.sum(exp, axis=-1, keepdims=True)  # (…, H, n_q, 1)
     if problem.sinks is not None:
         total = total + xp.exp(sinks - largest)
-    return xp.squeeze(xp.log(total) + largest, axis=-1)
+    return exp, total, largest
+
+
+def nonzero(xp: Any, total: Array) -> Array:
+    """Return the softmax's denominator, 1 in an empty row: its zeros stay zeros."""
+    return xp.where(xp.equal(total, 0), xp.ones_like(total), total)
 
 
 def normalised(scores: Array, lse: Array, allowed: Array | None, problem: Problem) -> Array:
