@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
@@ -36,13 +37,12 @@ def backward(
 ) -> tuple[Array, Array, Array | None]:
     """Return dy Wᵀ, xᵀ dy and Σ dy, the sums over every leading axis and in float32 at least."""
     xp, (x, weight, bias) = backend.namespace(), saved
-    dy_, rows = widen(xp, dy), (-1, dy.shape[-1])
+    dy_, rows = widen(xp, dy), math.prod(dy.shape[:-1])
     # y = x W + b
     dbias = None if bias is None else xp.sum(dy_, axis=tuple(range(dy.ndim - 1)))  # (out,)
     dx = xp.matmul(dy_, xp.matrix_transpose(widen(xp, weight)))  # (…, in)
-    n = x.shape[-1]
-    flat = (-1, n) if n else (dy_.size // rows[1] if rows[1] else 0, 0)
-    dweight = xp.matmul(xp.matrix_transpose(xp.reshape(widen(xp, x), flat)), xp.reshape(dy_, rows))  # (in, out)
+    x_rows, dy_rows = xp.reshape(widen(xp, x), (rows, x.shape[-1])), xp.reshape(dy_, (rows, dy.shape[-1]))
+    dweight = xp.matmul(xp.matrix_transpose(x_rows), dy_rows)  # (in, out)
     return (
         cast(xp, dx, x.dtype),
         cast(xp, dweight, weight.dtype),
