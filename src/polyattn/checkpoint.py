@@ -73,7 +73,7 @@ def write_tensors(
     # safetensors writes the bytes in memory order whatever the strides are, so the arrays must be in C order.
     packed = {name: np.asarray(registry.owner(x, name).to_numpy(x), order="C") for name, x in tensors.items()}
     try:
-        data = safetensors.numpy.save(packed, metadata=dict(metadata or {}))
+        data = safetensors.numpy.save(packed, metadata=dict(metadata) if metadata else None)
     except (safetensors.SafetensorError, TypeError, ValueError) as cause:
         raise CheckpointError(f"{os.fspath(path)}: cannot be stored as safetensors: {cause}") from cause
     write_bytes(path, data)

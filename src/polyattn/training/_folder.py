@@ -1,0 +1,165 @@
+"""The output folder of a run: its checkpoint, its metrics, and when it may be written."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..backend import Array
+from ..checkpoint import LEFTOVERS, read_tensors, write_bytes, write_tensors
+from ..errors import CheckpointError
+from ._config import OptionError, resolve
+
+__all__ = ["Folder", "Saved", "new_folder"]
+
+FORMAT = "polyattn-train"
+VERSION = "1"
+OPTIMISER = "optim."
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds."""
+
+    step: int
+    config: dict[str, Any]
+    backend: str
+    params: dict[str, np.ndarray[Any, Any]]
+    state: dict[str, np.ndarray[Any, Any]]
+
+
+class Folder:
+    """The files of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint = path / "checkpoint.safetensors"
+        self.metrics = path / "metrics.jsonl"
+
+    def begin(self, overwrite: bool) -> None:
+        """Make the folder for a new run.
+
+        Raises
+        ------
+        OptionError
+            If it holds a run and ``overwrite`` is false.
+        """
+        if not overwrite and (self.checkpoint.exists() or self.metrics.exists()):
+            raise OptionError(
+                f"--output: {self.path} already holds a run; continue it with --resume, replace it with --overwrite, "
+                "or choose another --output"
+            )
+        _make(self.path)
+
+    def save(
+        self,
+        step: int,
+        config: Mapping[str, Any],
+        backend: str,
+        params: Mapping[str, Array],
+        state: Mapping[str, Array],
+    ) -> None:
+        """Write the checkpoint of a step, whole or not at all."""
+        tensors = {**params, **{OPTIMISER + name: value for name, value in state.items()}}
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": str(step),
+            "backend": backend,
+            "config": json.dumps(dict(config)),
+        }
+        write_tensors(self.checkpoint, tensors, metadata)
+
+    def load(self) -> Saved:
+        """Read the checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            If there is none, or it is damaged or of another kind.
+        """
+        if not self.checkpoint.exists():
+            raise CheckpointError(f"{self.checkpoint}: there is no checkpoint to resume from; start without --resume")
+        tensors, metadata = read_tensors(self.checkpoint)
+        if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self.checkpoint}: not a checkpoint of polyattn train version {VERSION}; "
+                "choose the --output of such a run, or start a new one without --resume"
+            )
+        try:
+            step, config = int(metadata["step"]), resolve({}, json.loads(metadata["config"])).to_dict()
+            if step < 0:
+                raise ValueError(f"step {step}")
+        except (KeyError, ValueError, TypeError, AttributeError) as cause:
+            raise CheckpointError(f"{self.checkpoint}: its metadata are damaged: {cause!r}; start a new run") from cause
+        params = {name: value for name, value in tensors.items() if not name.startswith(OPTIMISER)}
+        state = {name.removeprefix(OPTIMISER): value for name, value in tensors.items() if name.startswith(OPTIMISER)}
+        return Saved(step, config, metadata.get("backend", ""), params, state)
+
+    def clean(self, until: int) -> None:
+        """Drop the metrics of steps after ``until``, what a kill left behind, and the pictures of a replaced run."""
+        kept = [line for line in self._lines() if line["step"] <= until]
+        write_bytes(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        for leftover in self.path.glob(LEFTOVERS):
+            leftover.unlink()
+        if until == 0:
+            for picture in ("loss.png", "attention.png"):
+                (self.path / picture).unlink(missing_ok=True)
+
+    def log(self, lines: Sequence[Mapping[str, float]]) -> None:
+        """Append one line a step, and see them on the disk."""
+        try:
+            with open(self.metrics, "ab") as file:
+                file.write("".join(json.dumps(dict(line)) + "\n" for line in lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as cause:
+            raise CheckpointError(
+                f"{self.metrics}: cannot be written: {cause.strerror or cause}; the last checkpoint is kept: "
+                "once there is room, continue with --resume"
+            ) from cause
+
+    def losses(self) -> tuple[list[int], list[float]]:
+        """Return the steps and their losses, of all runs that were continued here."""
+        lines = self._lines()
+        return [line["step"] for line in lines], [line["loss"] for line in lines]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self.metrics.exists():
+            return []
+        return [line for text in self.metrics.read_bytes().splitlines() if (line := _parsed(text)) is not None]
+
+
+def new_folder(backend: str) -> Path:
+    """Return a folder ``runs/BACKEND-TIME`` that did not exist, and make it."""
+    name = f"{backend}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1, 100):
+        path = Path("runs", name if attempt == 1 else f"{name}-{attempt}")
+        if not path.exists():
+            _make(path)
+            return path
+    raise OptionError(f"--output: {path} and its neighbours exist; name a folder")
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise CheckpointError(
+            f"{path}: the folder cannot be made: {cause.strerror or cause}; choose another --output"
+        ) from cause
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+        return line if isinstance(line["step"], int) and isinstance(line["loss"], float) else None
+    except (ValueError, KeyError, TypeError):
+        return None
