@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, Cache, DTypeError, Status, dtype_name
+from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
 
 __all__ = ["backend"]
 
@@ -19,10 +19,9 @@ WIDE = ("float64", "int64", "uint64", "complex128")
 
 @functools.cache
 def _jax() -> Any:
-    """Import JAX and tell it how a cache crosses the boundary of ``jax.jit``."""
-    import jax
+    """Import JAX, by way of the module that prepares it: importing is done once, however many threads ask."""
+    from ._prepared import jax
 
-    jax.tree_util.register_dataclass(Cache, data_fields=Cache.DATA_FIELDS, meta_fields=Cache.STATIC_FIELDS)
     return jax
 
 
@@ -89,9 +88,9 @@ class JaxBackend(Backend):
         """View host memory, read-only; fetch it from other devices."""
         return np.asarray(x)
 
-    def takes(self, x: np.ndarray[Any, Any]) -> bool:
-        """Share only packed, aligned, writable memory in the machine's byte order."""
-        return super().takes(x) and x.dtype.isnative
+    def viewable(self, x: Array) -> bool:
+        """Say whether it lies on a host device, of which JAX may have several."""
+        return self.on_host(x)
 
     def dtype(self, name: str) -> Any:
         """Return JAX's dtype, unless 32-bit mode would silently give another."""

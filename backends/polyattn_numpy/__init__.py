@@ -40,9 +40,22 @@ class NumpyBackend(Backend):
         """Return the array itself; a scalar becomes a 0-d array."""
         return np.asarray(x)
 
+    def viewable(self, x: Array) -> bool:
+        """Say whether it is an array; a scalar is copied into one."""
+        return isinstance(x, np.ndarray)
+
+    def unfit(self, x: Array) -> str | None:
+        """Refuse the two kinds of array whose arithmetic has another meaning."""
+        if type(x) is np.ndarray:
+            return None
+        if isinstance(x, np.ma.MaskedArray):
+            return "is masked (give its data, and mask= to attention)"
+        return "is a matrix (numpy.asarray makes an array of it)" if isinstance(x, np.matrix) else None
+
     def takes(self, x: np.ndarray[Any, Any]) -> bool:
-        """Share any layout; only read-only results of other libraries are copied, since ours are writable."""
-        return x.flags.writeable
+        """Share any layout in which every element can be written for itself, since our results are writable."""
+        apart = all(s != 0 or n <= 1 for n, s in zip(x.shape, x.strides, strict=True))
+        return apart and x.flags.writeable and x.dtype.isnative
 
     def dtype(self, name: str) -> Any:
         """Return NumPy's dtype, or ml_dtypes' bfloat16, which NumPy itself lacks."""

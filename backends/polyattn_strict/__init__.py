@@ -53,6 +53,10 @@ class StrictBackend(Backend):
                 raise ValueError(f"an array on {self.device_of(x)} cannot reach {device} without a copy")
             y: Array = xp.asarray(x, copy=True) if copy else x
             return y.to_device(self.native_device(device)) if device else y
+        if device not in (None, "cpu"):  # as a real device would, it has memory of its own
+            if copy is False:
+                raise ValueError(f"an array on cpu cannot reach {device} without a copy")
+            copy = True
         return xp.asarray(x, device=self.native_device(device), copy=copy)
 
     def device_of(self, x: Array) -> str:
@@ -69,8 +73,10 @@ class StrictBackend(Backend):
         return np.asarray(np.from_dlpack(x.to_device(self.native_device("cpu"))))
 
     def takes(self, x: np.ndarray[Any, Any]) -> bool:
-        """Share whatever is writable: it is NumPy underneath."""
-        return x.flags.writeable
+        """Share whatever DLPack can describe, to get it back by, and is writable: it is NumPy underneath."""
+        axes = zip(x.shape, x.strides, strict=True)
+        whole = all(s % x.itemsize == 0 and (s != 0 or n <= 1) for n, s in axes)
+        return whole and x.flags.writeable and x.flags.aligned and x.dtype.isnative
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Silence the floating-point warnings of the NumPy underneath."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
+from polyattn.backend import Array, Backend, BackendMismatchError, DTypeError, Status, dtype_name
 
 __all__ = ["backend"]
 
 INSTALL = 'pip install "polyattn[torch]"'
+NO_VALUES = "a tensor on torch's meta device has no values to move"
 
 
 class TorchBackend(Backend):
@@ -66,13 +67,15 @@ class TorchBackend(Backend):
         else:
             tensor = torch.from_dlpack(x)
         target = tensor.device if device is None else torch.device(device)
+        if tensor.is_meta and target != tensor.device:
+            raise BackendMismatchError(NO_VALUES)
         if copy is False and target != tensor.device:
             raise ValueError(f"a tensor on {tensor.device} cannot reach {target} without a copy")
         return tensor.to(target, copy=bool(copy))
 
     def device_of(self, x: Array) -> str:
-        """Return torch's own spelling."""
-        return str(x.device)
+        """Return torch's own spelling, but ``cpu`` for its ``cpu:0`` too."""
+        return "cpu" if x.is_cpu else str(x.device)
 
     def native_device(self, device: str | None) -> Any:
         """Return a ``torch.device``."""
@@ -84,18 +87,28 @@ class TorchBackend(Backend):
         """View the tensor's memory; lazy negation and conjugation are carried out, other devices copied."""
         import torch
 
+        if x.is_meta:
+            raise BackendMismatchError(NO_VALUES)
         x = x.detach().resolve_conj().resolve_neg().cpu()
-        if x.dtype != torch.bfloat16:
-            return np.asarray(x.numpy())
         try:
+            if x.dtype != torch.bfloat16:
+                return np.asarray(x.numpy())
             import ml_dtypes
+
+            return np.asarray(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
         except ImportError as error:
             raise DTypeError("bfloat16 can leave torch only with ml_dtypes: pip install ml_dtypes") from error
-        return np.asarray(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+        except (RuntimeError, TypeError) as error:  # a subclass without memory of its own, or memory of another kind
+            raise BackendMismatchError(f"this {type(x).__name__} cannot leave torch: {error}") from error
+
+    def viewable(self, x: Array) -> bool:
+        """Say whether it lies on the host, and as it reads: negation and conjugation may be pending."""
+        return bool(x.is_cpu and not x.is_neg() and not x.is_conj())
 
     def takes(self, x: np.ndarray[Any, Any]) -> bool:
         """Refuse what torch cannot describe (it aborts on negative strides) or might write to by mistake."""
-        whole = all(n <= 1 or (s > 0 and s % x.itemsize == 0) for n, s in zip(x.shape, x.strides, strict=True))
+        axes = zip(x.shape, x.strides, strict=True)
+        whole = all(s % x.itemsize == 0 and (s > 0 or (s == 0 and n <= 1)) for n, s in axes)
         return whole and x.flags.writeable and x.flags.aligned and x.dtype.isnative
 
     def pinned(self, x: Array) -> str | None:
@@ -105,9 +118,17 @@ class TorchBackend(Backend):
 
         if x.requires_grad:
             return "requires gradients (detach() it if they are not wanted)"
-        if torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(x):
+        if torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(x) or hasattr(x, "fake_mode"):
             return "is being traced by torch"
         return None
+
+    def unfit(self, x: Array) -> str | None:
+        """Refuse tensors without a shape and strides."""
+        import torch
+
+        if x.is_nested:
+            return "is nested (pad it, and give the lengths)"
+        return None if x.layout is torch.strided else "is sparse (to_dense() makes an array of it)"
 
     def on_host(self, x: Array) -> bool:
         """Look only at real tensors on the CPU."""
@@ -118,6 +139,7 @@ class TorchBackend(Backend):
             x.device.type == "cpu"
             and not torch.compiler.is_compiling()
             and not _functorch.is_functorch_wrapped_tensor(x)
+            and not hasattr(x, "fake_mode")
         )
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -125,6 +147,10 @@ class TorchBackend(Backend):
         import torch
 
         return torch.no_grad()  # type: ignore[no-any-return]  # torch is Any to the type checker
+
+    def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+        """Look at the predicate; on the meta device there is none, and both branches have one shape."""
+        return if_true() if predicate.is_meta else super().cond(predicate, if_true, if_false)
 
     def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
         """Write into ``x`` itself."""

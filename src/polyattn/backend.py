@@ -88,7 +88,7 @@ class Cache:
     place: Place
     home: Place
     kernel: str | None = None
-    lse: Array | None = field(default=None, repr=False)
+    lse: Array = field(default=None, repr=False)
 
     DATA_FIELDS: ClassVar[tuple[str, ...]] = ("arrays", "lse")
     STATIC_FIELDS: ClassVar[tuple[str, ...]] = ("op", "static", "place", "home", "kernel")
@@ -152,9 +152,13 @@ class Backend:
         """Return ``x`` on the host, without a copy where it lies there; it may be read-only."""
         return np.asarray(np.from_dlpack(x))
 
+    def viewable(self, x: Array) -> bool:
+        """Say whether :meth:`to_numpy` shows the memory of ``x`` itself; where not, it gives a copy."""
+        return self.device_of(x) == "cpu"
+
     def takes(self, x: np.ndarray[Any, Any]) -> bool:
         """Say whether ``asarray`` can share the memory of this NumPy array. If not, it is handed a packed copy."""
-        return x.flags.c_contiguous and x.flags.aligned and x.flags.writeable
+        return x.flags.c_contiguous and x.flags.aligned and x.flags.writeable and x.dtype.isnative
 
     def dtype(self, name: str) -> Any:
         """Return the library's dtype of that name; :class:`DTypeError` where it has none (or has it switched off)."""
@@ -164,7 +168,11 @@ class Backend:
         return dtype
 
     def pinned(self, x: Array) -> str | None:
-        """Return why ``x`` may not leave this library (it is traced, it requires gradients), or None."""
+        """Return why ``x`` may not leave this library ("is being traced", "requires gradients"), or None."""
+        return None
+
+    def unfit(self, x: Array) -> str | None:
+        """Return why polyattn cannot compute with ``x`` ("is masked", "is sparse"), or None."""
         return None
 
     def on_host(self, x: Array) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from . import registry
 from .backend import Array, Backend, Place, dtype_name
-from .errors import BackendMismatchError, BackendUnavailableError, DTypeError
+from .errors import ArgumentError, BackendMismatchError, BackendUnavailableError, DTypeError
 
 __all__ = [
     "Crossing", "Transfers", "bring", "checked_device", "destination", "move", "place_of", "to_backend", "transfers",
@@ -74,6 +74,8 @@ def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Tra
     ------
     BackendMismatchError
         In mode "forbid", at the first array that would have crossed.
+    ArgumentError
+        If there is no such mode.
 
     Examples
     --------
@@ -84,13 +86,13 @@ def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Tra
     0
     """
     if mode not in ("allow", "log", "forbid"):
-        raise ValueError(f"mode: expected 'allow', 'log' or 'forbid', got {mode!r}")
+        raise ArgumentError(f"mode: expected 'allow', 'log' or 'forbid', got {mode!r}")
     account = Transfers(mode)
-    token = _accounts.set((*_accounts.get(), account))
+    _accounts.set((*_accounts.get(), account))
     try:
         yield account
     finally:
-        _accounts.reset(token)
+        _accounts.set(tuple(other for other in _accounts.get() if other is not account))
 
 
 def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None = None) -> Array:
@@ -139,20 +141,24 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
     Raises
     ------
     BackendMismatchError
-        If they differ, naming each argument's library and device, or if there is none.
+        If they differ, naming each argument's library and device, if there is none, or one of a kind that
+        cannot be computed with (masked, sparse).
     """
     place: Place | None = None
     for name, x in arrays.items():
         if x is None:
             continue
         backend = registry.owner(x, name)
+        reason = backend.unfit(x)
+        if reason is not None:
+            raise BackendMismatchError(f"{name}: expected an array to compute with, but this one {reason}")
         here = Place(backend, backend.device_of(x))
         if place is None or (place.device is None and place.backend is here.backend):
             place = here
         elif here.backend is not place.backend or here.device not in (None, place.device):
             raise _mixed(arrays)
     if place is None:
-        raise BackendMismatchError("expected at least one array, got none")
+        raise BackendMismatchError(f"{', '.join(arrays)}: expected an array, got {type(None).__name__}")
     return place
 
 
@@ -161,13 +167,15 @@ def checked_device(backend: Backend, device: str | None) -> str | None:
     if device is None:
         return None
     devices = backend.devices()
-    folded = {name.casefold(): name for name in devices}
-    # "cuda" is the first CUDA device; a library with one host device calls it "cpu".
-    for candidate in (device.casefold(), f"{device.casefold()}:0"):
-        if candidate in folded:
-            return folded[candidate]
+    if isinstance(device, str):
+        folded = {name.casefold(): name for name in devices}
+        wanted = device.casefold()
+        # "cuda" is the first CUDA device, and "cpu:0" the host, which the libraries call "cpu".
+        for candidate in (wanted, f"{wanted}:0", wanted.removesuffix(":0")):
+            if candidate in folded:
+                return folded[candidate]
     raise BackendUnavailableError(
-        f"device: backend {backend.name!r} has no device {device!r} here; it has {', '.join(devices)}"
+        f"device: backend {backend.name!r} has no device {device!r} here; it has {', '.join(map(repr, devices))}"
     )
 
 
@@ -186,7 +194,8 @@ def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, 
     if home is None:
         home = place_of({name: x})
     if home.backend is place.backend and (home.device == place.device or None in (home.device, place.device)):
-        return home.backend.asarray(x, home.device, copy) if copy else x
+        # An array without axes may be a scalar so far: NumPy's functions return those.
+        return home.backend.asarray(x, home.device, copy) if copy or x.ndim == 0 else x
     _permit(x, name, home, place)
     try:
         result, copied = _carry(x, home, place, copy)
@@ -204,15 +213,14 @@ def bring(x: Array | None, place: Place, *, name: str, home: Place) -> Array | N
     if dtype in ("int64", "uint64", "uint32"):
         try:
             place.backend.dtype(dtype)
-        except DTypeError:
+        except DTypeError as error:
             _permit(x, name, home, place)
             values = home.backend.to_numpy(x)
             if values.size and (values.max() > np.iinfo(np.int32).max or values.min() < np.iinfo(np.int32).min):
-                raise
-            crossing = Crossing(name, str(home), str(place), True)
-            result = place.backend.asarray(values.astype(np.int32), place.device, None)
-            _account(crossing)
-            return result
+                raise DTypeError(f"{name}: its values do not fit int32, and {error}") from None
+            narrowed = place.backend.asarray(values.astype(np.int32), place.device, None)
+            _account(Crossing(name, str(home), str(place), True))
+            return narrowed
     return move(x, place, name=name, home=home)
 
 
@@ -243,16 +251,19 @@ def _carry(x: Array, home: Place, place: Place, copy: bool | None) -> tuple[Arra
         return _required(copy, lambda: source.asarray(x, device, copy), home, place), True
     if device is not None and device != "cpu" and home.device == device:  # one accelerator, two libraries
         return _required(copy, lambda: place.backend.asarray(x, device, copy), home, place), bool(copy)
+    fetched = not source.viewable(x)  # to_numpy has to copy it
+    if copy is False and fetched:
+        raise BackendMismatchError(f"the memory of this array on {home} cannot be shared; pass copy=None")
     view = source.to_numpy(x)
-    if place.backend.takes(view) and not copy:
-        result = _required(copy, lambda: place.backend.asarray(view, device, copy), home, place)
-        return result, not _shared(view, result, place)
+    if place.backend.takes(view) and (fetched or not copy):
+        result = _required(copy, lambda: place.backend.asarray(view, device, None if fetched else copy), home, place)
+        return result, fetched or not _shared(view, result, place.backend)
     if copy is False:
         raise BackendMismatchError(
             f"{place.backend.name} cannot share the memory of this array (strides {view.strides}, "
             f"writable {view.flags.writeable}); pass copy=None"
         )
-    packed = np.array(view, order="C", copy=True)
+    packed = np.array(view, dtype=view.dtype.newbyteorder("="), order="C", copy=True)
     return place.backend.asarray(packed, device, None), True
 
 
@@ -265,11 +276,10 @@ def _required(copy: bool | None, convert: Any, home: Place, place: Place) -> Arr
         raise
 
 
-def _shared(view: np.ndarray[Any, Any], result: Array, place: Place) -> bool:
-    if place.device not in (None, "cpu") or view.size == 0:
-        return view.size == 0
-    backend: Backend = place.backend
-    return bool(backend.to_numpy(result).ctypes.data == view.ctypes.data)
+def _shared(view: np.ndarray[Any, Any], result: Array, backend: Backend) -> bool:
+    if view.size == 0:
+        return True
+    return backend.viewable(result) and bool(backend.to_numpy(result).ctypes.data == view.ctypes.data)
 
 
 def _mixed(arrays: Mapping[str, Array | None]) -> BackendMismatchError:

@@ -8,20 +8,20 @@ nobody else.
 from __future__ import annotations
 
 import difflib
-import re
+import importlib
 import threading
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
-import numpy as np
-
-from .backend import API_VERSION, Array, Backend, Status
+from ._generic import GenericBackend, namespace_of
+from ._plugin import Plugin, canonical, discover
+from .backend import Array, Backend, Status
 from .errors import BackendMismatchError, BackendUnavailableError, UnknownBackendError
 
-__all__ = ["BackendInfo", "known", "list_backends", "load", "names", "owner", "ready", "refresh", "same_name"]
-
-GROUP = "polyattn.backends"
+__all__ = [
+    "BackendInfo", "known", "list_backends", "load", "looks_like_array", "names", "owner", "ready", "refresh",
+    "same_name",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,77 +37,20 @@ class BackendInfo:
     install: str
 
 
-class _Plugin:
-    """One entry point: loaded at most once, by whichever thread comes first."""
-
-    def __init__(self, entry: metadata.EntryPoint, rivals: tuple[str, ...] = ()) -> None:
-        self.name = entry.name
-        self.distribution = _distribution(entry)
-        self._entry = entry
-        self._rivals = rivals
-        self._lock = threading.RLock()
-        self._backend: Backend | None = None
-        self._cause: BaseException | None = None
-
-    def load(self) -> Backend:
-        """Return the backend object, or raise BackendUnavailableError with plugin, distribution and cause."""
-        with self._lock:
-            if self._backend is None and self._cause is None:
-                try:
-                    self._backend = self._resolve()
-                except Exception as cause:
-                    self._cause = cause
-            if self._backend is None:
-                reason = self._cause
-                raise BackendUnavailableError(
-                    f"backend {self.name!r} (plugin {self._entry.value} of the distribution {self.distribution}) is "
-                    f"broken: {type(reason).__name__}: {reason}"
-                ) from reason
-            return self._backend
-
-    def _resolve(self) -> Backend:
-        if self._rivals:
-            raise RuntimeError(
-                f"more than one distribution provides a backend of this name: {', '.join(self._rivals)}; uninstall one"
-            )
-        backend = self._entry.load()
-        if not isinstance(backend, Backend):
-            raise TypeError(f"{self._entry.value} is not an instance of polyattn.backend.Backend but {backend!r}")
-        if backend.api_version != API_VERSION:
-            raise RuntimeError(
-                f"it implements version {backend.api_version} of the backend contract, this polyattn version "
-                f"{API_VERSION}; install matching versions of {self.distribution} and polyattn"
-            )
-        if not same_name(backend.name, self.name):
-            raise RuntimeError(f"its object calls itself {backend.name!r}, its entry point {self.name!r}")
-        return backend
-
-    @property
-    def broken(self) -> bool:
-        return self._cause is not None
-
-
 class _Registry:
     """The plugins of this process by canonical name, and the types of arrays that were met."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.plugins: dict[str, _Plugin] | None = None
+        self.plugins: dict[str, Plugin] | None = None
         self.owners: dict[type, Backend] = {}
         self.generic: dict[int, Backend] = {}  # by the identity of the namespace, which the backend keeps alive
         self.ready: dict[str, Backend] = {}
 
-    def discover(self) -> dict[str, _Plugin]:
+    def discover(self) -> dict[str, Plugin]:
         with self.lock:
             if self.plugins is None:
-                found: dict[str, dict[tuple[str, str], metadata.EntryPoint]] = {}
-                for entry in metadata.entry_points(group=GROUP):
-                    # An editable install can show the same distribution twice: the same value from it is one plugin.
-                    found.setdefault(_canonical(entry.name), {})[_distribution(entry), entry.value] = entry
-                self.plugins = {
-                    name: _Plugin(next(iter(rivals.values())), _labels(rivals) if len(rivals) > 1 else ())
-                    for name, rivals in found.items()
-                }
+                self.plugins = discover()
             return self.plugins
 
 
@@ -116,10 +59,10 @@ _registry = _Registry()
 
 def refresh() -> None:
     """Forget what was discovered, so that plugins installed since are found. Running calls keep their backends."""
+    importlib.invalidate_caches()
     with _registry.lock:
         _registry.plugins = None
         _registry.owners = {}
-        _registry.generic = {}
         _registry.ready = {}
 
 
@@ -160,7 +103,7 @@ def ready(name: str) -> Backend:
     UnknownBackendError, BackendUnavailableError
         As :func:`load`, and where the library is missing or cannot be used: with the cause and the install command.
     """
-    backend = _registry.ready.get(name)
+    backend = _registry.ready.get(name) if isinstance(name, str) else None
     if backend is None:
         backend = load(name)
         status = _status(backend)
@@ -178,12 +121,22 @@ def owner(x: Array, argument: str = "x") -> Backend:
     ------
     BackendMismatchError
         If ``x`` is no array of a known library and has no ``__array_namespace__``.
+    BackendUnavailableError
+        If the plugin of its library is broken.
     """
-    backend = _registry.owners.get(type(x))
+    owners = _registry.owners
+    backend = owners.get(type(x))
     if backend is None:
-        backend = _find_owner(x, argument)
-        _registry.owners[type(x)] = backend
+        backend = owners[type(x)] = _find_owner(x, argument)
     return backend
+
+
+def looks_like_array(x: object) -> bool:
+    """Say whether ``x`` has a dtype and a shape, as every array has."""
+    try:
+        return hasattr(x, "dtype") and hasattr(x, "shape")
+    except Exception:  # a property that raises
+        return False
 
 
 def list_backends() -> list[BackendInfo]:
@@ -202,68 +155,16 @@ def list_backends() -> list[BackendInfo]:
 
 def same_name(a: str, b: str) -> bool:
     """Compare two backend names as polyattn does: without case, with ``-`` equal to ``_``."""
-    return _canonical(a) == _canonical(b)
+    return canonical(a) == canonical(b)
 
 
-class GenericBackend(Backend):
-    """A library without a plugin whose arrays have ``__array_namespace__``: only the standard is used."""
-
-    def __init__(self, namespace: Any) -> None:
-        self._namespace = namespace
-        self.name = namespace.__name__
-        self.array_modules = (self.name.partition(".")[0],)
-
-    def status(self) -> Status:
-        """Say that it is ready: its arrays are there."""
-        return Status("ready", version=str(getattr(self._namespace, "__version__", "")))
-
-    def namespace(self) -> Any:
-        """Return what the arrays gave as their namespace."""
-        return self._namespace
-
-    def owns(self, x: object) -> bool:
-        """Compare namespaces."""
-        return getattr(x, "__array_namespace__", lambda: None)() is self._namespace
-
-    def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Import through DLPack."""
-        if self.owns(x):
-            return self._namespace.asarray(x, copy=copy)
-        return self._namespace.from_dlpack(x, copy=copy)
-
-    def device_of(self, x: Array) -> str:
-        """Return the library's own spelling of the device."""
-        return str(getattr(x, "device", "cpu"))
-
-    def native_device(self, device: str | None) -> Any:
-        """Find the device that is spelt so; without an inspection API only the default is known."""
-        info = getattr(self._namespace, "__array_namespace_info__", None)
-        return next((d for d in (info().devices() if info else ()) if str(d) == device), None)
-
-    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """Export through DLPack, or, for a library that has none, through ``__array__``."""
-        return np.asarray(np.from_dlpack(x)) if hasattr(x, "__dlpack__") else np.asarray(x)
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_]+", "-", name).strip().casefold()
-
-
-def _distribution(entry: metadata.EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "an unknown distribution"
-
-
-def _labels(rivals: dict[tuple[str, str], metadata.EntryPoint]) -> tuple[str, ...]:
-    return tuple(f"{distribution} ({value})" for distribution, value in rivals)
-
-
-def _plugin(name: str) -> _Plugin:
+def _plugin(name: str) -> Plugin:
     if not isinstance(name, str):
         raise UnknownBackendError(f"backend: expected the name of a backend, got {name!r}")
     plugins = _registry.discover()
-    plugin = plugins.get(_canonical(name))
+    plugin = plugins.get(canonical(name))
     if plugin is None:
-        close = difflib.get_close_matches(_canonical(name), plugins, n=1)
+        close = difflib.get_close_matches(canonical(name), plugins, n=1)
         hint = f" Did you mean {plugins[close[0]].name!r}?" if close else ""
         raise UnknownBackendError(f"backend: no backend is called {name!r}; there are {', '.join(names())}.{hint}")
     return plugin
@@ -276,7 +177,7 @@ def _status(backend: Backend) -> Status:
         return Status("unavailable", reason=f"its status() raised {type(cause).__name__}: {cause}")
 
 
-def _info(plugin: _Plugin) -> BackendInfo:
+def _info(plugin: Plugin) -> BackendInfo:
     try:
         backend = plugin.load()
     except BackendUnavailableError as error:
@@ -294,21 +195,42 @@ def _info(plugin: _Plugin) -> BackendInfo:
 
 
 def _find_owner(x: Array, argument: str) -> Backend:
-    # The plugin named like the array's own package is asked first, so that no other is loaded needlessly.
-    hint = _canonical(type(x).__module__.partition(".")[0])
+    if not looks_like_array(x):
+        raise BackendMismatchError(f"{argument}: expected an array, got {type(x).__name__}")
+    # The plugin named like the array's own package is asked first, then those that are loaded. Others are loaded,
+    # which may take its time, only for an array that none of these knows; jax before them for an array of jaxlib.
+    packages = [canonical(kind.__module__.partition(".")[0]) for kind in type(x).__mro__]
     plugins = _registry.discover()
-    for _, plugin in sorted(plugins.items(), key=lambda item: item[0] != hint):
-        if plugin.broken:
-            continue
+    namesake = next((plugins[package] for package in packages if package in plugins), None)
+    if namesake is not None and _owns(namesake.load(), x):
+        return namesake.load()
+    related = {name for name in plugins if any(package.startswith(name) for package in packages)}
+    for _, plugin in sorted(plugins.items(), key=lambda item: (not item[1].loaded, item[0] not in related)):
         try:
-            backend = plugin.load()
-            if backend.imported() and backend.owns(x):
-                return backend
-        except Exception:  # a broken plugin owns nothing; selecting it by name says why
+            if _owns(plugin.load(), x):
+                return plugin.load()
+        except BackendUnavailableError:  # a broken plugin owns nothing; selecting it by name says why
             continue
-    if hasattr(x, "__array_namespace__"):
-        namespace = x.__array_namespace__()
+    namespace = namespace_of(x)
+    if namespace is not None and _takes(namespace, x):
         return _registry.generic.setdefault(id(namespace), GenericBackend(namespace))
     raise BackendMismatchError(
-        f"{argument}: expected an array of a known library, or one with __array_namespace__, got {type(x).__name__}"
+        f"{argument}: expected an array of a known library, or one with a true __array_namespace__, "
+        f"got {type(x).__module__}.{type(x).__qualname__}"
     )
+
+
+def _owns(backend: Backend, x: object) -> bool:
+    try:
+        return backend.imported() and backend.owns(x)
+    except Exception:
+        return False
+
+
+def _takes(namespace: Any, x: object) -> bool:
+    """Say whether a namespace takes an array as its own: a plugin's library would make another array of it."""
+    try:
+        made = namespace.asarray(x)
+    except Exception:
+        return False
+    return not any(plugin.loaded and _owns(plugin.load(), made) for plugin in _registry.discover().values())

@@ -41,7 +41,7 @@ class _Default:
 
 
 _default = _Default()
-_scope: ContextVar[Selection | None] = ContextVar("polyattn_selection", default=None)
+_scopes: ContextVar[tuple[Selection, ...]] = ContextVar("polyattn_selections", default=())
 
 
 @contextmanager
@@ -67,13 +67,13 @@ def use_backend(name: str, device: str | None = None) -> Iterator[Selection]:
     ...     pa.get_backend()
     Selection(backend='numpy', device=None, source='use_backend')
     """
-    token = _scope.set(_checked(name, device, "use_backend"))
+    selection = _checked(name, device, "use_backend")
+    _scopes.set((*_scopes.get(), selection))
     try:
-        selection = _scope.get()
-        assert selection is not None
         yield selection
     finally:
-        _scope.reset(token)
+        # Not by a token: a generator may be closed in another context, or out of turn, and must take back its own.
+        _scopes.set(tuple(scope for scope in _scopes.get() if scope is not selection))
 
 
 def set_backend(name: str | None, device: str | None = None) -> None:
@@ -110,7 +110,8 @@ def selected(backend: str | None = None, device: str | None = None) -> Selection
         return _checked(backend, device, "backend=")
     if device is not None:
         raise UnknownBackendError(f"device: {device!r} was given without a backend; name the backend too")
-    return _scope.get() or _default.selection or _from_environment()
+    scopes = _scopes.get()
+    return scopes[-1] if scopes else _default.selection or _from_environment()
 
 
 def _checked(name: str, device: str | None, source: str) -> Selection:

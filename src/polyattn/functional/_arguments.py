@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from ..backend import Array, Place, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import Problem, Sizes
 from ..registry import owner
-from ._operation import expect_floating, expect_one_dtype, expect_rank, is_integer
+from ._operation import expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
 
 ARRAYS = (
     "q", "k", "v", "bias", "sinks", "mask", "q_offset", "key_lengths", "q_segments", "k_segments", "seed",
@@ -54,7 +55,7 @@ def checked(
         _check_lengths(key_lengths, static["key_lengths"], sizes.n_k)
     settings = Settings(
         sizes=sizes,
-        causal=bool(causal),
+        causal=_checked_causal(causal),
         window=_checked_window(window),
         scale=_checked_scale(scale, sizes.d_k),
         softcap=_checked_softcap(softcap),
@@ -73,6 +74,14 @@ def checked(
     return {name: arrays[name] for name in ARRAYS}, settings
 
 
+def expect_keywords(layer: str, arguments: dict[str, Any], *own: str) -> None:
+    """Require keyword arguments of a layer's call that attention takes too; ``own`` were settled with the layer."""
+    for name in arguments:
+        if name not in KEYWORDS or name in own:
+            taken = ", ".join(keyword for keyword in KEYWORDS if keyword not in own)
+            raise TypeError(f"{layer}: a call takes no argument {name!r}; it takes {taken}")
+
+
 def make_problem(place: Place, arrays: tuple[Any, ...], settings: Settings) -> Problem:
     """Return the problem as a kernel is told it, from native arrays in the order of ARRAYS."""
     q, _, _, bias, sinks, mask, q_offset, key_lengths, q_segments, k_segments, seed = arrays
@@ -82,6 +91,9 @@ def make_problem(place: Place, arrays: tuple[Any, ...], settings: Settings) -> P
         _either(settings.q_offset, q_offset, 0), _either(settings.key_lengths, key_lengths, None),
         _either(settings.seed, seed, None), mask, bias, sinks, q_segments, k_segments,
     )  # fmt: skip
+
+
+KEYWORDS = tuple(inspect.signature(checked).parameters)[3:]
 
 
 def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
@@ -177,7 +189,7 @@ def _static_integer(name: str, x: Any, shape: tuple[int, ...]) -> int | None:
     try:
         return operator.index(x)
     except TypeError:
-        raise DTypeError(f"{name}: expected an integer or integers, got {x!r}") from None
+        raise DTypeError(f"{name}: expected an integer or integers, got {shown(x)}") from None
 
 
 def _is_scalar(x: Any) -> bool:
@@ -200,36 +212,45 @@ def _check_lengths(key_lengths: Any, static: int | None, n_k: int) -> None:
         raise ArgumentError(f"key_lengths: expected lengths from 0 to n_k={n_k}, got {low if low < 0 else high}")
 
 
+def _checked_causal(causal: Any) -> bool:
+    # An array in its place may be meant as a mask.
+    if not isinstance(causal, int) and not _is_scalar(causal):
+        raise ArgumentError(
+            f"causal: expected True or False, got {shown(causal)}; what may attend to what goes into mask="
+        )
+    return bool(causal)
+
+
 def _checked_window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ArgumentError(f"window: expected a pair (left, right), None for unbounded, got {window!r}")
+        raise ArgumentError(f"window: expected a pair (left, right), None for unbounded, got {shown(window)}")
     left, right = (None if side is None else _static_integer("window", side, ()) for side in window)
     if any(side is not None and side < 0 for side in (left, right)):
-        raise ArgumentError(f"window: expected distances that are not negative, got {window!r}")
+        raise ArgumentError(f"window: expected distances that are not negative, got {shown(window)}")
     return left, right
 
 
 def _checked_scale(scale: float | None, d_k: int) -> float:
     if scale is None:
         return 1 / math.sqrt(d_k) if d_k else 1.0
-    if (not isinstance(scale, int | float) and not _is_scalar(scale)) or not math.isfinite(scale):
-        raise ArgumentError(f"scale: expected a finite number, got {scale!r}")
+    if not is_number(scale) or not math.isfinite(scale):
+        raise ArgumentError(f"scale: expected a finite number, got {shown(scale)}")
     return float(scale)
 
 
 def _checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not (math.isfinite(softcap) and softcap > 0):
-        raise ArgumentError(f"softcap: expected a positive number, got {softcap!r}")
+    if not (is_number(softcap) and math.isfinite(softcap) and softcap > 0):
+        raise ArgumentError(f"softcap: expected a positive number, got {shown(softcap)}")
     return float(softcap)
 
 
 def _checked_dropout(dropout: float, seed: Any) -> float:
-    if not 0 <= dropout <= 1:
-        raise ArgumentError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
+    if not (is_number(dropout) and 0 <= dropout <= 1):
+        raise ArgumentError(f"dropout: expected a probability from 0 to 1, got {shown(dropout)}")
     if 0 < dropout < 1 and seed is None:
         raise ArgumentError("seed: expected an integer with dropout, since the same seed gives the same mask; got None")
     return float(dropout)

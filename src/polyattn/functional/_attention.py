@@ -12,7 +12,7 @@ from ..conversion import move, place_of
 from ..errors import BackendMismatchError, DTypeError
 from ..kernels import GENERIC, Kernel, Problem, cast, choose, expand, named, unbroadcast, wide
 from ._arguments import Settings, checked, make_problem
-from ._operation import Operation, expect_shape, homeward, settings_of, upstream
+from ._operation import Operation, expect_arrays, expect_shape, homeward, settings_of, upstream
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
 
@@ -33,6 +33,7 @@ class AttentionGrads(NamedTuple):
 def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
     """Choose the kernel, so that the backward runs in the same one."""
     settings: Settings = static["settings"]
+    expect_arrays(v=arrays[2])
     problem = make_problem(place, arrays, settings)
     kernel = _kernel_for(problem, settings.kernel)
     logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, place, kernel.name)

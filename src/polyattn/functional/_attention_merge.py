@@ -10,7 +10,7 @@ from typing import Any
 from ..backend import Array
 from ..errors import ArgumentError
 from ..kernels import cast, wide, widen
-from ._operation import embark, expect_floating, expect_one_dtype, expect_shape
+from ._operation import embark, expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
 
 __all__ = ["attention_merge"]
 
@@ -57,8 +57,12 @@ def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]
     >>> bool(np.allclose(out, whole))
     True
     """
-    if not parts:
-        raise ArgumentError("parts: expected at least one (out, lse), got none")
+    if not isinstance(parts, tuple | list) or not parts:
+        raise ArgumentError(f"parts: expected a list of (out, lse), at least one, got {shown(parts)}")
+    for i, part in enumerate(parts):
+        if not isinstance(part, tuple | list) or len(part) != 2:
+            raise ArgumentError(f"parts[{i}]: expected a pair (out, lse), got {type(part).__name__}")
+        expect_arrays(**{f"parts[{i}] out": part[0], f"parts[{i}] lse": part[1]})
     outs = {f"parts[{i}] out": part[0] for i, part in enumerate(parts)}
     lses = {f"parts[{i}] lse": part[1] for i, part in enumerate(parts)}
     expect_one_dtype(**outs)

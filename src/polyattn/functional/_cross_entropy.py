@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache, dtype_name
-from ..errors import ArgumentError, DTypeError
+from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
 from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_integer
@@ -14,47 +14,58 @@ __all__ = ["CrossEntropyGrads", "cross_entropy", "cross_entropy_backward", "cros
 
 
 class CrossEntropyGrads(NamedTuple):
-    """The gradients of :func:`cross_entropy`; None for the integer labels, and for ``weight``, which is a constant."""
+    """The gradients of :func:`cross_entropy`; None for the integer labels and for an absent weight."""
 
     logits: Array
     labels: None
-    weight: None
+    weight: Array | None
 
 
 def forward(
     backend: Backend, logits: Array, labels: Array, weight: Array | None, *, ignore_index: int | None, reduction: str
-) -> tuple[Array, tuple[Array, Array]]:
-    """Return log Σ exp(logits) − logits[label], weighted by class, reduced."""
+) -> tuple[Array, tuple[Array | None, ...]]:
+    """Return w · (log Σ exp(logits) − logits[label]), w the weight of the label's class, reduced."""
     xp = backend.namespace()
     wide = widen(xp, logits)
-    shifted = wide - xp.max(wide, axis=-1, keepdims=True)
-    log_probabilities = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))  # (…, classes)
-    chosen = xp.equal(labels[..., None], _classes(backend, logits, labels))  # (…, classes)
     zero = xp.zeros_like(wide)
-    hot = xp.where(chosen, zero + 1 if weight is None else zero + widen(xp, weight), zero)  # (…, classes)
+    shifted = wide - xp.max(wide, axis=-1, keepdims=True)
+    log_p = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))  # (…, classes)
+    chosen = xp.equal(labels[..., None], _classes(backend, logits, labels))  # (…, classes)
     if ignore_index is not None:
-        hot = xp.where(xp.equal(labels, ignore_index)[..., None], zero, hot)
-    scale = xp.sum(hot, axis=-1)  # (…), the weight of each sample
-    # A class of weight zero gives zero also where its probability underflows to log 0.
-    loss = -xp.sum(xp.where(xp.equal(hot, 0), zero, hot * log_probabilities), axis=-1)  # (…)
+        chosen = xp.logical_and(chosen, xp.not_equal(labels, ignore_index)[..., None])
+    weights = zero + 1 if weight is None else zero + widen(xp, weight)
+    hot = xp.where(chosen, weights, zero)  # (…, classes)
+    # Where nothing is chosen, or with weight zero, the loss is zero even if the probability underflows to log 0.
+    loss = -xp.sum(xp.where(xp.equal(hot, 0), zero, hot * log_p), axis=-1)  # (…)
+    total = None
     if reduction == "mean":
-        total = xp.sum(scale)
-        loss, hot = xp.sum(loss) / total, hot / total
+        total = xp.sum(hot)
+        loss = xp.sum(loss) / total
     elif reduction == "sum":
         loss = xp.sum(loss)
-    return cast(xp, loss, logits.dtype), (log_probabilities, hot)
+    return cast(xp, loss, logits.dtype), (log_p, chosen, hot, loss, total, weight)
 
 
 def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array], *, ignore_index: int | None, reduction: str
-) -> tuple[Array, None, None]:
-    """Return dy · (softmax · Σ hot − hot)."""
-    xp, (log_probabilities, hot) = backend.namespace(), saved
-    dy_ = widen(xp, dy)
+    backend: Backend, dy: Array, saved: tuple[Any, ...], *, ignore_index: int | None, reduction: str
+) -> tuple[Array, None, Array | None]:
+    """Return w · (softmax − one-hot) · dy for the logits, and Σ (loss − mean) · dy for each class's weight."""
+    xp = backend.namespace()
+    log_p, chosen, hot, loss, total, weight = saved
+    dloss = widen(xp, dy)
+    if reduction == "mean":
+        dloss = dloss / total
     if reduction == "none":
-        dy_ = dy_[..., None]
-    dlogits = xp.exp(log_probabilities) * xp.sum(hot, axis=-1, keepdims=True) - hot  # (…, classes)
-    return cast(xp, xp.multiply(dlogits, dy_), dy.dtype), None, None
+        dloss = dloss[..., None]
+    # loss = −Σ hot · log p
+    dlogits = (xp.exp(log_p) * xp.sum(hot, axis=-1, keepdims=True) - hot) * dloss  # (…, classes)
+    dlogits = cast(xp, dlogits, dy.dtype)
+    if weight is None:
+        return dlogits, None, None
+    dhot = (-log_p - loss if reduction == "mean" else -log_p) * dloss  # (…, classes)
+    rows = tuple(range(log_p.ndim - 1))
+    dweight = xp.sum(xp.where(chosen, dhot, xp.zeros_like(dhot)), axis=rows)  # (classes,)
+    return dlogits, None, cast(xp, dweight, weight.dtype)
 
 
 _operation = Operation("cross_entropy", forward, backward)
@@ -79,7 +90,7 @@ def cross_entropy(
     labels : array (…)
         Integers below the number of classes, or ``ignore_index``.
     weight : array (classes,), optional
-        A weight for each class, in the dtype of the logits; a constant, without a gradient.
+        A weight for each class, in the dtype of the logits.
     ignore_index : int, optional
         Samples with this label count for nothing.
     reduction : {"mean", "sum", "none"}
@@ -119,7 +130,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(dy: Array, cache: Cache) -> CrossEntropyGrads:
-    """Return the gradient of the logits: weight · (softmax − one-hot), as reduced."""
+    """Return w · (softmax − one-hot) for the logits, and the gradient of the class weights, as reduced."""
     return _operation.pull(dy, cache, CrossEntropyGrads)
 
 
@@ -134,6 +145,8 @@ def _check(
     expect_one_dtype(logits=logits, weight=weight)
     expect_rank("logits", logits, 1)
     classes = logits.shape[-1]
+    if classes == 0:
+        raise ShapeError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
     if not hasattr(labels, "dtype") or not is_integer(labels):
         raise DTypeError(f"labels: expected integers, got {dtype_name(getattr(labels, 'dtype', type(labels)))}")
     expect_shape("labels", labels, tuple(logits.shape[:-1]))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ..kernels import cast, widen
-from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape
+from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_number, shown
 
 __all__ = ["LayerNormGrads", "layer_norm", "layer_norm_backward", "layer_norm_forward"]
 
@@ -25,11 +25,11 @@ def forward(
 ) -> tuple[Array, tuple[Array | None, ...]]:
     """Return x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), all in float32 at least."""
     xp = backend.namespace()
-    centred = widen(xp, x)
+    centred, n = widen(xp, x), max(x.shape[-1], 1)  # the mean of no features is not asked for
     # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
     for _ in range(2):
-        centred = centred - xp.mean(centred, axis=-1, keepdims=True)
-    rstd = 1 / xp.sqrt(xp.mean(centred * centred, axis=-1, keepdims=True) + eps)  # (…, 1)
+        centred = centred - xp.sum(centred, axis=-1, keepdims=True) / n
+    rstd = 1 / xp.sqrt(xp.sum(centred * centred, axis=-1, keepdims=True) / n + eps)  # (…, 1)
     xhat = centred * rstd
     y = xhat
     if weight is not None:
@@ -44,14 +44,14 @@ def backward(
 ) -> tuple[Array, Array | None, Array | None]:
     """Return dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / √(var + eps), and the sums for weight and bias."""
     xp, (xhat, rstd, weight, bias) = backend.namespace(), saved
-    dy_, rows = widen(xp, dy), tuple(range(dy.ndim - 1))
+    dy_, rows, n = widen(xp, dy), tuple(range(dy.ndim - 1)), max(dy.shape[-1], 1)
     # y = x̂ · weight + bias
     dbias = None if bias is None else cast(xp, xp.sum(dy_, axis=rows), bias.dtype)  # (n,)
     dweight = None if weight is None else cast(xp, xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (n,)
     dxhat = dy_ if weight is None else dy_ * widen(xp, weight)
     # x̂ = (x − mean(x)) · rstd(x)
-    along = xp.mean(dxhat * xhat, axis=-1, keepdims=True)
-    dx = (dxhat - xp.mean(dxhat, axis=-1, keepdims=True) - xhat * along) * rstd
+    along = xp.sum(dxhat * xhat, axis=-1, keepdims=True) / n
+    dx = (dxhat - xp.sum(dxhat, axis=-1, keepdims=True) / n - xhat * along) * rstd
     return cast(xp, dx, dy.dtype), dweight, dbias
 
 
@@ -116,6 +116,6 @@ def _check(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             expect_shape(name, parameter, (x.shape[-1],))
-    if not eps >= 0:
-        raise ArgumentError(f"eps: expected a number that is not negative, got {eps}")
+    if not is_number(eps) or not eps >= 0:
+        raise ArgumentError(f"eps: expected a number that is not negative, got {shown(eps)}")
     return {"x": x, "weight": weight, "bias": bias}, {"eps": float(eps)}

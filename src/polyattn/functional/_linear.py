@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
 from ..kernels import cast, widen
-from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape
+from ._operation import Operation, expect_arrays, expect_one_dtype, expect_rank, expect_shape
 
 __all__ = ["LinearGrads", "linear", "linear_backward", "linear_forward"]
 
@@ -94,6 +94,7 @@ def linear_backward(dy: Array, cache: Cache) -> LinearGrads:
 
 
 def _check(x: Array, weight: Array, bias: Array | None) -> dict[str, Array | None]:
+    expect_arrays(x=x, weight=weight)
     expect_one_dtype(x=x, weight=weight, bias=bias)
     expect_rank("x", x, 1)
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._operation import Operation, expect_one_dtype, expect_shape
+from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
 
 __all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
 
@@ -23,7 +23,7 @@ def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, 
     """Return mean((prediction − target)²), the sum in float32 at least."""
     xp = backend.namespace()
     difference = widen(xp, prediction) - widen(xp, target)
-    loss = xp.mean(difference * difference)  # ()
+    loss = xp.sum(difference * difference) / math.prod(difference.shape)  # (), NaN of no elements
     return cast(xp, loss, prediction.dtype), (difference,)
 
 
@@ -77,6 +77,7 @@ def mse_loss_backward(dy: Array, cache: Cache) -> MSELossGrads:
 
 
 def _check(prediction: Array, target: Array) -> dict[str, Array]:
+    expect_arrays(prediction=prediction, target=target)
     expect_one_dtype(prediction=prediction, target=target)
     expect_shape("target", target, tuple(prediction.shape))
     return {"prediction": prediction, "target": target}

@@ -7,6 +7,7 @@ native functions on the lower floor see arrays of one library.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from ..backend import Array, Backend, Cache, Place, dtype_name
 from ..conversion import bring, destination, move, place_of
 from ..errors import BackendMismatchError, DTypeError, ShapeError
 from ..kernels import FLOAT_DTYPES
+from ..registry import looks_like_array
 from ..selection import selected
 
 Grads = TypeVar("Grads")
@@ -141,12 +143,9 @@ def upstream(dy: Array, cache: Cache, op: str, name: str = "dy") -> Array:
 
 def homeward(dxs: tuple[Any, ...], cache: Cache, grads: Any) -> tuple[Any, ...]:
     """Bring gradients to where the inputs came from."""
-    if cache.place == cache.home:
-        return dxs
     names: tuple[str, ...] = getattr(grads, "_fields", ())
-    return tuple(
-        None if dx is None else move(dx, cache.home, name=f"d{name}") for name, dx in zip(names, dxs, strict=True)
-    )
+    named = zip(names, dxs, strict=True)
+    return tuple(None if dx is None else move(dx, cache.home, name=f"d{name}") for name, dx in named)
 
 
 # ---- what the checks are made of -----------------------------------------------------------------------------------
@@ -191,13 +190,31 @@ def expect_rank(name: str, x: Array, rank: int) -> None:
         raise ShapeError(f"{name}: expected at least {rank} axes, got shape {tuple(x.shape)}")
 
 
+def expect_arrays(**arrays: Array) -> None:
+    """Require arrays, where nothing else is known of them yet."""
+    for name, x in arrays.items():
+        _array(name, x)
+
+
+def is_number(x: Any) -> bool:
+    """Say whether a static argument is a real number, Python's or NumPy's, and no boolean."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def shown(x: Any) -> str:
+    """Return a wrong argument as a message shows it: as it is written where that is short, else its type."""
+    text = repr(x)
+    return text if len(text) <= 40 and "\n" not in text else type(x).__name__
+
+
 def _array(name: str, x: Array) -> Array:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+    if not looks_like_array(x):
         raise BackendMismatchError(f"{name}: expected an array, got {type(x).__name__}")
     return x
 
 
 __all__ = [
-    "Backend", "Operation", "Trip", "carried", "embark", "expect_floating", "expect_one_dtype", "expect_rank",
-    "expect_shape", "homeward", "is_floating", "is_integer", "make_cache", "settings_of", "upstream",
+    "Backend", "Operation", "Trip", "carried", "embark", "expect_arrays", "expect_floating", "expect_one_dtype",
+    "expect_rank", "expect_shape", "homeward", "is_floating", "is_integer", "is_number", "make_cache",
+    "settings_of", "shown", "upstream",
 ]  # fmt: skip

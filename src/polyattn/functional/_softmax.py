@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
 from ..kernels import cast, widen
-from ._operation import Operation, expect_floating, expect_rank
+from ._operation import Operation, expect_floating, expect_rank, shown
 
 __all__ = ["SoftmaxGrads", "softmax", "softmax_backward", "softmax_forward"]
 
@@ -81,6 +81,6 @@ def softmax_backward(dy: Array, cache: Cache) -> SoftmaxGrads:
 def _check(x: Array, axis: int) -> dict[str, int]:
     expect_floating(x=x)
     expect_rank("x", x, 1)
-    if not -x.ndim <= axis < x.ndim:
-        raise ShapeError(f"axis: expected one of the {x.ndim} axes of x, got {axis}")
+    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"axis: expected one of the {x.ndim} axes of x, got {shown(axis)}")
     return {"axis": axis}

@@ -12,7 +12,10 @@ LIMIT = 2**30  # positions are int32, which every library computes with; sums of
 
 
 def allowed(problem: Problem) -> Array | None:
-    """Return True where a query may attend, broadcastable to ``(…, H, n_q, n_k)``; None where nothing is excluded."""
+    """Return True where a query may attend, None where nothing is excluded.
+
+    The array has at least two axes, and broadcasts to ``(…, H, n_q, n_k)``.
+    """
     xp, (n_q, n_k) = problem.xp, (problem.sizes.n_q, problem.sizes.n_k)
     conditions = []
     if problem.mask is not None:
@@ -41,7 +44,7 @@ def allowed(problem: Problem) -> Array | None:
     result = conditions[0]
     for condition in conditions[1:]:
         result = xp.logical_and(result, condition)
-    return result
+    return xp.reshape(result, (*(1,) * (2 - result.ndim), *result.shape)) if result.ndim < 2 else result
 
 
 def _scalar(problem: Problem, value: int) -> Array:

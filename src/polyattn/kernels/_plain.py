@@ -53,7 +53,7 @@ class PlainKernel:
 
         # out = dropped(weights) v
         kept = xp.matrix_transpose(dropped(weights, problem))
-        dv = matmul_excluding(problem.backend, kept, dout, transpose_pairs(allowed, problem))  # (…, H, n_k, d_v)
+        dv = matmul_excluding(problem.backend, kept, dout, transposed(xp, allowed))  # (…, H, n_k, d_v)
         dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)  # (…, H, n_q, n_k)
         # weights = softmax(scores): its Jacobian, with rowsum(weights · dweights) = rowsum(dout · out)
         shift = -xp.sum(dout * out, axis=-1)  # (…, H, n_q)
@@ -98,7 +98,7 @@ def scores_backward(
             dscores = xp.where(allowed, dscores, zero)  # again: an excluded score may be NaN
     dscores = dscores * problem.scale
     dq = matmul_excluding(backend, dscores, k, allowed)  # (…, H, n_q, d_k)
-    dk = matmul_excluding(backend, xp.matrix_transpose(dscores), q, transpose_pairs(allowed, problem))  # (…, n_k, d_k)
+    dk = matmul_excluding(backend, xp.matrix_transpose(dscores), q, transposed(xp, allowed))  # (…, n_k, d_k)
     return dq, dk, dbias
 
 
@@ -175,11 +175,6 @@ def sum_heads(dx: Array, x: Array, problem: Problem) -> Array:
     return unbroadcast(xp, dx, x.shape)
 
 
-def transpose_pairs(allowed: Array | None, problem: Problem) -> Array | None:
-    """Swap queries and keys in a mask that may have fewer axes than the scores."""
-    if allowed is None:
-        return None
-    xp = problem.xp
-    if allowed.ndim < 2:
-        allowed = xp.reshape(allowed, (*(1,) * (2 - allowed.ndim), *allowed.shape))
-    return xp.matrix_transpose(allowed)
+def transposed(xp: Any, allowed: Array | None) -> Array | None:
+    """Swap queries and keys in a mask."""
+    return None if allowed is None else xp.matrix_transpose(allowed)

@@ -89,8 +89,11 @@ class Layer:
         ------
         CheckpointError
             If names, shapes or dtypes are not this layer's.
+        BackendMismatchError
+            If the arrays are not of the library and device to which the layer is bound.
         """
         self._check(parameters)
+        self._expect_here(parameters)
         other = copy.copy(self)
         other._parameters = {name: parameters[name] for name in self._parameters}
         return other
@@ -104,9 +107,10 @@ class Layer:
             If names, shapes or dtypes are not this layer's; it is then unchanged.
         """
         self._check(parameters)
-        self._parameters = {
-            name: move(parameters[name], self._place, name=name, copy=True) for name in self._parameters
-        }
+        with self._place.backend.scope():  # a copy of the values, not a step that autograd goes back through
+            self._parameters = {
+                name: move(parameters[name], self._place, name=name, copy=True) for name in self._parameters
+            }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the parameters as safetensors, whole or not at all."""
@@ -138,19 +142,31 @@ class Layer:
         return other
 
     def _check(self, parameters: Mapping[str, Array]) -> None:
+        if not isinstance(parameters, Mapping):
+            raise CheckpointError(f"parameters: expected a dict of arrays by name, got {type(parameters).__name__}")
         missing = [name for name in self._parameters if name not in parameters]
         unexpected = [name for name in parameters if name not in self._parameters]
         misfits = [
-            f"{name}: expected {tuple(mine.shape)} {self.dtype}, got {tuple(theirs.shape)} {dtype_name(theirs.dtype)}"
+            f"{name}: expected {tuple(mine.shape)} {self.dtype}, got {_outline(parameters[name])}"
             for name, mine in self._parameters.items()
-            if (theirs := parameters.get(name)) is not None
-            and (tuple(theirs.shape) != tuple(mine.shape) or dtype_name(theirs.dtype) != self.dtype)
+            if name in parameters and _outline(parameters[name]) != f"{tuple(mine.shape)} {self.dtype}"
         ]
         faults = [
-            f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+            f"{what} {', '.join(map(str, names))}"
+            for what, names in (("missing", missing), ("unexpected", unexpected))
+            if names
         ]
         if faults or misfits:
             raise CheckpointError(f"parameters do not fit {type(self).__name__}: {'; '.join([*faults, *misfits])}")
+
+    def _expect_here(self, parameters: Mapping[str, Array]) -> None:
+        for name, x in parameters.items():
+            place = place_of({name: x})
+            if place.backend is not self._place.backend or place.device not in (None, self._place.device):
+                raise BackendMismatchError(
+                    f"{name}: expected an array of {self._place}, to which the layer is bound, got one of {place}; "
+                    "convert it with polyattn.to_backend, or copy it in with load_parameters"
+                )
 
     # ---- the stairs -------------------------------------------------------------------------------------------
 
@@ -214,6 +230,10 @@ def _checked_dtype(dtype: Any) -> str:
     if name not in FLOAT_DTYPES:
         raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {dtype!r}")
     return name
+
+
+def _outline(x: Any) -> str:
+    return f"{tuple(x.shape)} {dtype_name(x.dtype)}" if registry.looks_like_array(x) else type(x).__name__
 
 
 def _created(x: np.ndarray[Any, Any], dtype: str, place: Place) -> Array:

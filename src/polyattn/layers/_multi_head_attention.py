@@ -11,8 +11,8 @@ import numpy as np
 from ..backend import Array, Backend, Cache, Place
 from ..errors import ArgumentError, ShapeError
 from ..functional import _attention, _attention_weights, _linear
-from ..functional._arguments import ARRAYS, Settings, checked
-from ..functional._operation import Operation, expect_rank
+from ..functional._arguments import ARRAYS, Settings, checked, expect_keywords
+from ..functional._operation import Operation, expect_rank, is_number
 from ._initial import expect_size, generator, initial_weight
 from ._layer import Layer
 from ._scaled_dot_product_attention import AttentionInputs
@@ -177,7 +177,7 @@ class MultiHeadAttention(Layer):
         expect_size(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
         if num_heads % self.num_kv_heads:
             raise ShapeError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {self.num_kv_heads}")
-        if isinstance(scale, str) and scale != "model":
+        if scale not in (None, "model") and not (is_number(scale) and math.isfinite(float(scale))):
             raise ArgumentError(f"scale: expected a number, 'model' or None, got {scale!r}")
         self.bias, self.scale = bool(bias), scale
         super().__init__(self._initial(init, seed), dtype, backend, device)
@@ -256,6 +256,8 @@ class MultiHeadAttention(Layer):
         self, query: Array, key: Array | None, value: Array | None, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check the call, and return its arrays in the operation's order and its static settings."""
+        expect_keywords(type(self).__name__, arguments, "scale")
+        expect_rank("query", query, 2)
         key = None if key is query else key
         value = None if value is first(key, query) else value
         for name, x in (("query", query), ("key", key), ("value", value)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..backend import Array, Cache
-from ..functional._arguments import checked
+from ..functional._arguments import checked, expect_keywords
 from ..functional._attention import _operation as attention
 from ._layer import Layer
 
@@ -75,6 +75,7 @@ class ScaledDotProductAttention(Layer):
         return AttentionInputs(*inputs), {}
 
     def _sorted(self, q: Array, k: Array, v: Array, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        expect_keywords(type(self).__name__, arguments)
         self._expect_dtype(q=q, k=k, v=v)
         arrays, settings = checked(q, k, v, **{"scale": self.scale, **arguments})
         return arrays, {"settings": settings}

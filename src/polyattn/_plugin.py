@@ -1,0 +1,108 @@
+"""Plugins as they are installed: found by their entry points, loaded when first used, remembered where broken."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from importlib import metadata
+
+from .backend import API_VERSION, Backend
+from .errors import BackendUnavailableError
+
+__all__ = ["Plugin", "canonical", "discover"]
+
+GROUP = "polyattn.backends"
+logger = logging.getLogger("polyattn")
+
+
+class Plugin:
+    """One entry point: loaded at most once, by whichever thread comes first."""
+
+    def __init__(self, entry: metadata.EntryPoint, rivals: tuple[str, ...] = ()) -> None:
+        self.name = entry.name
+        self.distribution = _distribution(entry)
+        self._entry = entry
+        self._rivals = rivals
+        self._lock = threading.RLock()
+        self._backend: Backend | None = None
+        self._cause: BaseException | None = None
+
+    def load(self) -> Backend:
+        """Return the backend object, or raise BackendUnavailableError with plugin, distribution and cause."""
+        with self._lock:
+            if self._backend is None and self._cause is None:
+                try:
+                    self._backend = self._resolve()
+                except (Exception, SystemExit) as cause:
+                    self._cause = cause
+            if self._backend is None:
+                reason = self._cause
+                raise BackendUnavailableError(
+                    f"backend {self.name!r} (plugin {self._entry.value} of the distribution {self.distribution}) is "
+                    f"broken: {type(reason).__name__}: {reason}"
+                ) from reason
+            return self._backend
+
+    def _resolve(self) -> Backend:
+        if self._rivals:
+            raise RuntimeError(
+                f"more than one distribution provides a backend of this name: {', '.join(self._rivals)}; uninstall one"
+            )
+        backend = self._entry.load()
+        if not isinstance(backend, Backend):
+            raise TypeError(f"{self._entry.value} is not an instance of polyattn.backend.Backend but {backend!r}")
+        if backend.api_version != API_VERSION:
+            raise RuntimeError(
+                f"it implements version {backend.api_version} of the backend contract, this polyattn version "
+                f"{API_VERSION}; install matching versions of {self.distribution} and polyattn"
+            )
+        if canonical(backend.name) != canonical(self.name):
+            raise RuntimeError(f"its object calls itself {backend.name!r}, its entry point {self.name!r}")
+        return backend
+
+    @property
+    def loaded(self) -> bool:
+        return self._backend is not None
+
+
+def discover() -> dict[str, Plugin]:
+    """Return the installed plugins by canonical name, without loading any."""
+    found: dict[str, dict[tuple[str, str], metadata.EntryPoint]] = {}
+    for entry in _entry_points():
+        # An editable install can show the same distribution twice: the same value from it is one plugin.
+        found.setdefault(canonical(entry.name), {})[_distribution(entry), entry.value] = entry
+    return {
+        name: Plugin(next(iter(rivals.values())), _labels(rivals) if len(rivals) > 1 else ())
+        for name, rivals in found.items()
+    }
+
+
+def canonical(name: str) -> str:
+    """Return a name as names are compared: without case, with ``-`` equal to ``_``."""
+    return re.sub(r"[-_]+", "-", name).strip().casefold()
+
+
+def _entry_points() -> list[metadata.EntryPoint]:
+    try:
+        return list(metadata.entry_points(group=GROUP))
+    except Exception:  # one damaged distribution, of whatever kind, hides those of all others: leave out that one
+        found: dict[str, list[metadata.EntryPoint]] = {}
+        for distribution in metadata.distributions():
+            try:
+                if distribution.name not in found:  # the first on the path is the one that is imported
+                    found[distribution.name] = list(distribution.entry_points.select(group=GROUP))
+            except Exception as cause:
+                logger.warning("a distribution's entry points cannot be read, and are left out: %s", cause)
+        return [entry for entries in found.values() for entry in entries]
+
+
+def _distribution(entry: metadata.EntryPoint) -> str:
+    try:
+        return entry.dist.name if entry.dist is not None and entry.dist.name else "unknown"
+    except Exception:  # its metadata are damaged
+        return "unknown"
+
+
+def _labels(rivals: dict[tuple[str, str], metadata.EntryPoint]) -> tuple[str, ...]:
+    return tuple(f"{distribution} ({value})" for distribution, value in rivals)

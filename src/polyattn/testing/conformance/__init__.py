@@ -1,0 +1,1 @@
+"""The checks, one file an area; :mod:`polyattn.testing` says how to run them."""

@@ -1,0 +1,179 @@
+"""The Backend object keeps the contract of ``polyattn.backend``; every hook does what its fallback does."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyattn as pa
+from polyattn import registry
+from polyattn.backend import API_VERSION, Backend
+from polyattn.testing import assert_close
+
+
+def test_identity(contract: Any, backend: Any) -> None:
+    assert isinstance(contract, Backend)
+    assert registry.same_name(contract.name, backend)
+    assert contract.api_version == API_VERSION
+    assert contract.array_modules
+    assert all(isinstance(module, str) for module in contract.array_modules)
+
+
+def test_status_is_ready(contract: Any) -> None:
+    status = contract.status()
+    assert status.state == "ready"
+    assert status.version
+
+
+def test_listed(contract: Any) -> None:
+    info = next(info for info in pa.list_backends() if info.name == contract.name)
+    assert info.state == "ready"
+    assert info.devices == tuple(contract.devices())
+    assert info.distribution
+
+
+def test_devices_are_addressable(contract: Any) -> None:
+    assert contract.devices()
+    for device in contract.devices():
+        x = pa.to_backend(np.arange(3.0, dtype=np.float32), contract.name, device=device)
+        assert contract.device_of(x) == device
+
+
+def test_owns_its_arrays_only(contract: Any, make: Any) -> None:
+    assert contract.owns(make([1.0, 2.0]))
+    assert contract.owns(make(3.0))
+    assert not contract.owns([1.0, 2.0])
+    assert not contract.owns(3.0)
+    assert contract.owns(np.zeros(2)) == (contract.name == "numpy")
+
+
+def test_registry_finds_the_owner(contract: Any, make: Any) -> None:
+    assert registry.owner(make([1.0])) is contract
+
+
+def test_array_modules_name_the_library(contract: Any, make: Any) -> None:
+    assert contract.imported()
+    assert any(module in sys.modules for module in contract.array_modules)
+    # A class of the arrays, or a base of one, is defined in one of the modules (or their implementation, "jaxlib").
+    homes = {base.__module__.partition(".")[0] for base in type(make([1.0])).__mro__} - {"builtins"}
+    assert any(home.startswith(module) for home in homes for module in contract.array_modules)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "int32", "int64", "bool"])
+def test_dtype_by_name(contract: Any, make: Any, name: Any) -> None:
+    x = make([0, 1], name)
+    assert x.dtype == contract.dtype(name)
+    assert pa.backend.dtype_name(x.dtype) == name
+
+
+def test_unknown_dtype(contract: Any) -> None:
+    with pytest.raises(pa.DTypeError, match="float12"):
+        contract.dtype("float12")
+
+
+def test_has_the_functions_of_the_standard(xp: Any) -> None:
+    needed = (
+        "abs add arange argmax asarray astype broadcast_to concat cos cumulative_sum divide equal exp expand_dims "
+        "full full_like greater isfinite isnan less log logical_and logical_not logical_or matmul matrix_transpose max "
+        "maximum mean minimum multiply negative ones permute_dims pow reshape sign sin sqrt square squeeze stack "
+        "subtract sum take tanh where zeros zeros_like"
+    )
+    assert [name for name in needed.split() if not hasattr(xp, name)] == []
+
+
+def test_asarray_takes_its_own(contract: Any, make: Any, to_np: Any) -> None:
+    x = make([[1.0, 2.0], [3.0, 4.0]])
+    copied = contract.asarray(x, contract.device_of(x), True)
+    assert contract.owns(copied)
+    assert copied is not x
+    np.testing.assert_array_equal(to_np(copied), to_np(x))
+
+
+def test_on_host_and_pinned(contract: Any, make: Any) -> None:
+    x = make([1.0, 2.0])
+    assert isinstance(contract.on_host(x), bool)
+    assert contract.pinned(x) is None
+
+
+def test_scope_leaves_nothing_behind(contract: Any, make: Any, xp: Any) -> None:
+    x = make([1.0, 2.0])
+    with contract.scope():
+        inside = xp.multiply(x, x)
+    with contract.scope(), contract.scope():
+        nested = xp.multiply(x, x)
+    assert contract.owns(inside)
+    assert contract.owns(nested)
+
+
+def test_jit(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
+    def function(tree: Any, scale: Any) -> Any:
+        first, second = tree["pair"]
+        return {"sum": xp.add(xp.multiply(first, scale), second), "rest": (first, second)}
+
+    compiled = contract.jit(function)
+    for factor in (2.0, 3.0):
+        result = compiled({"pair": (make([1.0, 2.0]), make([10.0, 20.0]))}, make(factor))
+        np.testing.assert_array_equal(to_np(result["sum"]), np.array([1.0, 2.0]) * factor + [10.0, 20.0])
+        np.testing.assert_array_equal(to_np(result["rest"][1]), [10.0, 20.0])
+
+
+def test_scan(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
+    def body(carry: Any, index: Any) -> Any:
+        total, _ = carry
+        total = xp.add(total, xp.take(values, xp.asarray([index]), axis=0)[0])
+        return (total, xp.square(total)), (total, xp.stack([total, total]))
+
+    values = make([1.0, 2.0, 3.0, 4.0])
+    (total, square), (totals, pairs) = contract.scan(body, (make(0.0), make(0.0)), 4)
+    np.testing.assert_array_equal(to_np(totals), [1.0, 3.0, 6.0, 10.0])
+    np.testing.assert_array_equal(to_np(pairs), [[1.0, 1.0], [3.0, 3.0], [6.0, 6.0], [10.0, 10.0]])
+    assert (float(to_np(total)), float(to_np(square))) == (10.0, 100.0)
+
+
+def test_cond(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
+    x, y = make([1.0, 2.0]), make([3.0, 4.0])
+    for limit, expected in ((0.0, [4.0, 6.0]), (9.0, [-2.0, -2.0])):
+        predicate = xp.greater(xp.sum(x), make(limit))
+        result = contract.cond(predicate, lambda: xp.add(x, y), lambda: xp.subtract(x, y))
+        np.testing.assert_array_equal(to_np(result), expected)
+
+
+@pytest.mark.parametrize(("axis", "start"), [(0, 0), (0, 2), (1, 1), (-1, 3)])
+def test_update_slice(contract: Any, make: Any, to_np: Any, axis: Any, start: Any) -> None:
+    x, value = np.arange(20.0).reshape(4, 5), -np.ones((2, 5) if axis == 0 else (4, 2))
+    expected = x.copy()
+    expected[(slice(None),) * (axis % 2) + (slice(start, start + 2),)] = value
+    np.testing.assert_array_equal(to_np(contract.update_slice(make(x), make(value), start, axis)), expected)
+
+
+@pytest.mark.parametrize("tail", [(), (3,), (2, 2)])
+def test_index_add(contract: Any, make: Any, to_np: Any, tail: Any) -> None:
+    x, value = np.ones((4, *tail)), np.arange(1.0, 1 + 5 * int(np.prod(tail))).reshape(5, *tail)
+    index = np.array([2, 0, 2, 2, 1])
+    expected = x.copy()
+    np.add.at(expected, index, value)
+    got = to_np(contract.index_add(make(x), make(index, "int64"), make(value)))
+    assert_close(got, expected)
+
+
+def test_differentiable_computes_the_forward(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
+    def forward(a: Any, b: Any) -> Any:
+        return xp.multiply(a, b), (a, b)
+
+    def backward(dy: Any, saved: Any) -> Any:
+        return xp.multiply(dy, saved[1]), xp.multiply(dy, saved[0])
+
+    product = contract.differentiable(forward, backward)(make([1.0, 2.0]), make([3.0, 4.0]))
+    np.testing.assert_array_equal(to_np(product), [3.0, 8.0])
+
+
+def test_synchronize(contract: Any, make: Any) -> None:
+    contract.synchronize()
+    contract.synchronize(make([1.0]), make([2.0]))
+
+
+def test_kernels_have_names_of_their_own(contract: Any) -> None:
+    names = [kernel.name for kernel in contract.kernels]
+    assert len(set(names)) == len(names)
+    assert all(callable(k.supports) and callable(k.forward) and callable(k.backward) for k in contract.kernels)

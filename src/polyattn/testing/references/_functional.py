@@ -1,0 +1,182 @@
+"""Softmax, linear, layer norm, activations and losses, each with its gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Float = NDArray[np.float64]
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def f64(x: ArrayLike) -> Float:
+    """Return ``x`` as a float64 array of its own."""
+    return np.array(x, dtype=np.float64)
+
+
+def softmax(x: ArrayLike, axis: int = -1) -> Float:
+    """Return exp(x) / Σ exp(x) along ``axis``; a line of −inf gives zeros."""
+    x = f64(x)
+    if x.size == 0:
+        return x
+    peak = np.max(x, axis=axis, keepdims=True)
+    powers = np.exp(x - np.where(np.isneginf(peak), 0.0, peak))
+    total = np.sum(powers, axis=axis, keepdims=True)
+    return np.asarray(powers / np.where(total == 0, 1.0, total))
+
+
+def softmax_gradient(dy: ArrayLike, x: ArrayLike, axis: int = -1) -> Float:
+    """Return y (dy − Σ dy y): the Jacobian diag(y) − y yᵀ times ``dy``."""
+    y, dy = softmax(x, axis), f64(dy)
+    return np.asarray(y * (dy - np.sum(dy * y, axis=axis, keepdims=True)))
+
+
+def linear(x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None) -> Float:
+    """Return x W + b."""
+    y = f64(x) @ f64(weight)
+    return y if bias is None else y + f64(bias)
+
+
+def linear_gradients(dy: ArrayLike, x: ArrayLike, weight: ArrayLike) -> tuple[Float, Float, Float]:
+    """Return the gradients of x, weight and bias; those of the parameters summed over all rows."""
+    dy, x, weight = f64(dy), f64(x), f64(weight)
+    rows, drows = x.reshape(-1, weight.shape[0]), dy.reshape(-1, weight.shape[1])
+    return np.einsum("...o,io->...i", dy, weight), np.einsum("ri,ro->io", rows, drows), np.sum(drows, axis=0)
+
+
+def _normalised(x: Float, eps: float) -> tuple[Float, Float]:
+    centred = x - np.mean(x, axis=-1, keepdims=True)
+    centred = centred - np.mean(centred, axis=-1, keepdims=True)  # the first mean was rounded at its own size
+    inverse = 1.0 / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps)
+    return centred * inverse, inverse
+
+
+def layer_norm(
+    x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, eps: float = 1e-5
+) -> Float:
+    """Return (x − mean) / √(variance + eps) · weight + bias over the last axis, biased variance."""
+    y, _ = _normalised(f64(x), eps)
+    y = y if weight is None else y * f64(weight)
+    return y if bias is None else y + f64(bias)
+
+
+def layer_norm_gradients(
+    dy: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-5
+) -> tuple[Float, Float, Float]:
+    """Return the gradients of x, weight and bias."""
+    dy, x = f64(dy), f64(x)
+    normalised, inverse = _normalised(x, eps)
+    dnormalised = dy if weight is None else dy * f64(weight)
+    mean = np.mean(dnormalised, axis=-1, keepdims=True)
+    along = np.mean(dnormalised * normalised, axis=-1, keepdims=True)
+    rows = tuple(range(x.ndim - 1))
+    dx = inverse * (dnormalised - mean - normalised * along)
+    return dx, np.sum(dy * normalised, axis=rows), np.sum(dy, axis=rows)
+
+
+def relu(x: ArrayLike) -> Float:
+    """Return max(x, 0)."""
+    return np.maximum(f64(x), 0.0)
+
+
+def relu_gradient(dy: ArrayLike, x: ArrayLike) -> Float:
+    """Return dy where x > 0, zero elsewhere (at 0 too)."""
+    return np.where(f64(x) > 0, f64(dy), 0.0)
+
+
+def gelu(x: ArrayLike, approximate: str = "none") -> Float:
+    """Return x Φ(x), Φ the normal distribution function, or its tanh approximation (Hendrycks and Gimpel 2016)."""
+    x = f64(x)
+    if approximate == "tanh":
+        return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
+
+
+def gelu_gradient(dy: ArrayLike, x: ArrayLike, approximate: str = "none") -> Float:
+    """Return dy · d gelu / dx."""
+    x, dy = f64(x), f64(dy)
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        dinner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+        return np.asarray(dy * (0.5 * (1 + np.tanh(inner)) + 0.5 * x * dinner * (1 - np.tanh(inner) ** 2)))
+    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return np.asarray(dy * (0.5 * (1 + _erf(x / math.sqrt(2))) + x * density))
+
+
+def mse_loss(prediction: ArrayLike, target: ArrayLike) -> Float:
+    """Return the mean of (prediction − target)² over everything."""
+    return np.asarray(np.mean((f64(prediction) - f64(target)) ** 2))
+
+
+def mse_loss_gradients(dy: ArrayLike, prediction: ArrayLike, target: ArrayLike) -> tuple[Float, Float]:
+    """Return the gradients of prediction and target."""
+    difference = f64(prediction) - f64(target)
+    slope = f64(dy) * 2 * difference / difference.size
+    return slope, -slope
+
+
+def cross_entropy(logits: ArrayLike, labels: ArrayLike, **options: Any) -> Float:
+    """Return Σ w_label (lse(logits) − logits[label]) over the labels that count, reduced as ``reduction`` says.
+
+    ``weight`` is per class, ``ignore_index`` a label that does not count; "mean"
+    divides by the sum of the weights that count.
+    """
+    losses, weights, _ = _cross_entropy_rows(logits, labels, **options)
+    return _reduce(losses * weights, weights, options.get("reduction", "mean")).reshape(
+        np.shape(labels) if options.get("reduction", "mean") == "none" else ()
+    )
+
+
+def cross_entropy_gradient(dy: ArrayLike, logits: ArrayLike, labels: ArrayLike, **options: Any) -> Float:
+    """Return the gradient of the logits, row by row."""
+    _, weights, flat = _cross_entropy_rows(logits, labels, **options)
+    total = np.sum(weights) if options.get("reduction", "mean") == "mean" else 1.0
+    upstream = np.broadcast_to(f64(dy).reshape(-1), weights.shape)
+    dlogits = np.zeros_like(flat)
+    for row, label in enumerate(np.asarray(labels).reshape(-1)):
+        if label == options.get("ignore_index"):
+            continue
+        one_hot = np.arange(flat.shape[-1]) == label
+        dlogits[row] = upstream[row] * weights[row] / total * (softmax(flat[row]) - one_hot)
+    return dlogits.reshape(np.shape(logits))
+
+
+def cross_entropy_weight_gradient(
+    dy: ArrayLike, logits: ArrayLike, labels: ArrayLike, weight: ArrayLike, **options: Any
+) -> Float:
+    """Return the gradient of the class weights: Σ over its rows of the loss, less the mean if that is taken."""
+    mean = options.get("reduction", "mean") == "mean"
+    losses, weights, _ = _cross_entropy_rows(logits, labels, weight, **options)
+    upstream = np.broadcast_to(f64(dy).reshape(-1), weights.shape)
+    loss, total = (np.sum(losses * weights) / np.sum(weights), np.sum(weights)) if mean else (0.0, 1.0)
+    dweight = np.zeros(len(f64(weight)))
+    for row, label in enumerate(np.asarray(labels).reshape(-1)):
+        if label != options.get("ignore_index"):
+            dweight[label] += upstream[row] * (losses[row] - loss) / total
+    return dweight
+
+
+def _cross_entropy_rows(
+    logits: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None, ignore_index: int | None = None, **_: Any
+) -> tuple[Float, Float, Float]:
+    """Return each row's loss and weight (both zero where ignored), and the logits as rows."""
+    flat = f64(logits).reshape(-1, np.shape(logits)[-1])
+    class_weight = np.ones(flat.shape[-1]) if weight is None else f64(weight)
+    losses, weights = np.zeros(len(flat)), np.zeros(len(flat))
+    for row, label in enumerate(np.asarray(labels).reshape(-1)):
+        if label == ignore_index:
+            continue
+        peak = np.max(flat[row])
+        losses[row] = peak + np.log(np.sum(np.exp(flat[row] - peak))) - flat[row, label]
+        weights[row] = class_weight[label]
+    return losses, weights, flat
+
+
+def _reduce(losses: Float, weights: Float, reduction: str) -> Float:
+    if reduction == "none":
+        return losses
+    return np.asarray(np.sum(losses) / np.sum(weights) if reduction == "mean" else np.sum(losses))

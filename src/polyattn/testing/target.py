@@ -1,0 +1,91 @@
+"""What the checks run on: a backend by its plugin, or a bare array API namespace."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import polyattn as pa
+
+from .. import registry
+from ..backend import Array, Backend, dtype_name
+from ..kernels import FLOAT_DTYPES
+
+__all__ = ["Target", "open_backend", "open_namespace"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A library under test. ``contract`` is its plugin, or None where only the namespace is there."""
+
+    name: str
+    version: str
+    xp: Any
+    contract: Backend | None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The floating dtypes that the library has here."""
+        return tuple(name for name in FLOAT_DTYPES if self._dtype(name) is not None)
+
+    @property
+    def expected_failures(self) -> dict[str, str]:
+        """What the plugin declares that it gets wrong."""
+        return dict(getattr(self.contract, "expected_failures", {}))
+
+    def make(self, array: ArrayLike, dtype: str = "float64") -> Array:
+        """Return an array of the library; by way of float32 where NumPy has no such dtype."""
+        native = self._dtype(dtype)
+        if native is None:
+            raise pa.DTypeError(f"{self.name} has no dtype {dtype!r}")
+        carried = "float32" if dtype == "bfloat16" else dtype
+        host = np.array(array, dtype=carried, order="C")
+        x = pa.to_backend(host, self.name) if self.contract is not None else self.xp.asarray(host)
+        return x if carried == dtype else self.xp.astype(x, native)
+
+    def to_np(self, x: Array) -> NDArray[Any]:
+        """Return an array of the library on the host; 16-bit floats as float32."""
+        if dtype_name(x.dtype) in ("float16", "bfloat16"):
+            x = self.xp.astype(x, self._dtype("float32"))
+        if self.contract is not None:
+            return np.array(self.contract.to_numpy(x))
+        return np.array(np.from_dlpack(x) if hasattr(x, "__dlpack__") else x)
+
+    def owns(self, x: object) -> bool:
+        """Say whether ``x`` is an array of the library."""
+        if self.contract is not None:
+            return self.contract.owns(x)
+        return getattr(x, "__array_namespace__", lambda: None)() is self.xp
+
+    def _dtype(self, name: str) -> Any:
+        if self.contract is None:
+            return getattr(self.xp, name, None)
+        try:
+            return self.contract.dtype(name)
+        except pa.DTypeError:
+            return None
+
+
+def open_backend(name: str) -> Target:
+    """Return the target for a backend; raises as :func:`polyattn.registry.ready` where it cannot be used."""
+    backend = registry.ready(name)
+    if backend.name == "jax":
+        # A test tool may do what the library never does: the float64 checks need 64-bit JAX.
+        importlib.import_module("jax").config.update("jax_enable_x64", True)
+    return Target(backend.name, backend.status().version, backend.namespace(), backend)
+
+
+def open_namespace(module: str) -> Target:
+    """Return the target for a module that is an array API namespace; ImportError where it cannot be imported."""
+    xp = importlib.import_module(module)
+    package = sys.modules[module.partition(".")[0]]
+    version = str(getattr(xp, "__version__", getattr(package, "__version__", "")))
+    if hasattr(xp.asarray([0.0]), "__array_namespace__"):
+        # The arrays say which namespace is theirs; a wrapper of it would be a different object.
+        xp = xp.asarray([0.0]).__array_namespace__()
+    return Target(module, version, xp, None)

@@ -1,0 +1,17 @@
+"""The suite runs on the backend that ``--polyattn-backend`` names (numpy by default), with the fixtures of the kit."""
+
+from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["polyattn.testing.plugin"]
+
+# The same examples in every run; ``--hypothesis-profile=explore`` looks for new ones.
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fixed", derandomize=True, database=None, max_examples=100, **COMMON)
+settings.register_profile("compiling", settings.get_profile("fixed"), max_examples=8)
+settings.register_profile("explore", max_examples=1000, **COMMON)
+
+
+def pytest_configure(config):
+    if config.getoption("--hypothesis-profile", None) is None:
+        # A library that compiles each operation for each shape takes seconds an example.
+        settings.load_profile("compiling" if config.getoption("--polyattn-backend") == "jax" else "fixed")

@@ -1,0 +1,103 @@
+"""The libraries that differentiate go through the operations, and get the hand-written gradients."""
+
+import numpy as np
+import pytest
+
+import polyattn as pa
+from polyattn.testing import assert_close
+from polyattn.testing import references as ref
+
+F = pa.functional
+RNG = np.random.default_rng(61)
+X, DY = RNG.standard_normal((2, 4, 6)), RNG.standard_normal((2, 4, 6))
+SQUARE, BIAS = RNG.standard_normal((6, 6)), RNG.standard_normal(6)
+Q, K, V = (RNG.standard_normal((2, n, 6)) for n in (4, 5, 5))
+
+
+def by_torch(function, hosts, dy):
+    import torch
+
+    leaves = [torch.tensor(x, requires_grad=True) for x in hosts]
+    y = function(*leaves)
+    y.backward(torch.as_tensor(dy))
+    return y.detach().numpy(), [leaf.grad.numpy() for leaf in leaves]
+
+
+def by_jax(function, hosts, dy):
+    import jax
+
+    y, pullback = jax.vjp(function, *(jax.numpy.asarray(x) for x in hosts))
+    return np.asarray(y), [np.asarray(dx) for dx in pullback(jax.numpy.asarray(dy))]
+
+
+def by_compiled_jax(function, hosts, dy):
+    import jax
+
+    return by_jax(jax.jit(function), hosts, dy)
+
+
+WAYS = {"torch": [by_torch], "jax": [by_jax, by_compiled_jax]}
+
+
+def pytest_generate_tests(metafunc):
+    if "differentiate" in metafunc.fixturenames:
+        name = metafunc.config.getoption("--polyattn-backend") or "numpy"
+        none = pytest.param(None, marks=pytest.mark.skip(reason=f"{name} does not differentiate"))
+        metafunc.parametrize("differentiate", WAYS.get(name.lower(), [none]))
+
+
+OPERATIONS = {
+    "softmax": (F.softmax, (X,), lambda: [ref.softmax_gradient(DY, X)]),
+    "linear": (F.linear, (X, SQUARE, BIAS), lambda: ref.linear_gradients(DY, X, SQUARE)),
+    "layer_norm": (F.layer_norm, (X, BIAS, BIAS), lambda: ref.layer_norm_gradients(DY, X, BIAS)),
+    "relu": (F.relu, (X,), lambda: [ref.relu_gradient(DY, X)]),
+    "gelu": (F.gelu, (X,), lambda: [ref.gelu_gradient(DY, X)]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation(differentiate, name):
+    function, hosts, want = OPERATIONS[name]
+    y, got = differentiate(function, hosts, DY)
+    assert_close(y, getattr(ref, name)(*hosts))
+    for gradient, expected in zip(got, want(), strict=True):
+        assert_close(gradient, expected)
+
+
+def test_losses(differentiate):
+    _, got = differentiate(F.mse_loss, (X, DY), np.asarray(1.3))
+    for gradient, expected in zip(got, ref.mse_loss_gradients(1.3, X, DY), strict=True):
+        assert_close(gradient, expected)
+
+
+def test_attention(differentiate):
+    bias, sinks = RNG.standard_normal((1, 4, 5)), RNG.standard_normal(1)
+
+    def function(q, k, v, bias, sinks):
+        heads = (x[..., None, :, :] for x in (q, k, v))
+        return pa.attention(*heads, causal=True, bias=bias, sinks=sinks, softcap=2.0)[..., 0, :, :]
+
+    host = {"causal": True, "bias": bias, "sinks": sinks, "softcap": 2.0}
+    heads = [x[:, None] for x in (Q, K, V)]
+    y, got = differentiate(function, (Q, K, V, bias, sinks), DY)
+    assert_close(y, ref.attention(*heads, **host).out[:, 0])
+    want = ref.attention_gradients(DY[:, None], *heads, **host)
+    for gradient, expected in zip(got, (*(dx[:, 0] for dx in want[:3]), *want[3:]), strict=True):
+        assert_close(gradient, expected)
+
+
+def test_layer(differentiate, backend, make, to_np):
+    layer = pa.MultiHeadAttention(6, 2, dtype="float64", backend=backend)
+    names = list(layer.parameters())
+    hosts = [to_np(parameter) for parameter in layer.parameters().values()]
+
+    def function(x, *parameters):
+        return layer.with_parameters(dict(zip(names, parameters, strict=True)))(x, causal=True)
+
+    y, (dx, *grads) = differentiate(function, (X, *hosts), DY)
+    parameters = dict(zip(names, hosts, strict=True))
+    assert_close(y, ref.multi_head_attention(parameters, X, X, X, num_heads=2, causal=True))
+    slopes, want = ref.multi_head_attention_gradients(DY, parameters, X, X, X, num_heads=2, causal=True)
+    assert_close(dx, sum(slopes))
+    for name, gradient in zip(names, grads, strict=True):
+        assert_close(gradient, want[name], scale=1.0 if name == "k_proj.bias" else None, what=name)
