@@ -64,6 +64,8 @@ class JaxBackend(Backend):
             y = jax.numpy.asarray(x)
         else:
             y = jax.dlpack.from_dlpack(x, copy=copy)
+        if not isinstance(x, jax.Array):
+            y.block_until_ready()  # a copy is made in the background, and the source may change meanwhile
         if device is None or self.device_of(y) in (device, None):
             return y
         if copy is False:

@@ -195,7 +195,8 @@ def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, 
         home = place_of({name: x})
     if home.backend is place.backend and (home.device == place.device or None in (home.device, place.device)):
         # An array without axes may be a scalar so far: NumPy's functions return those.
-        return home.backend.asarray(x, home.device, copy) if copy or x.ndim == 0 else x
+        kept = not copy and x.ndim > 0
+        return x if kept else _required(copy, lambda: home.backend.asarray(x, home.device, copy), home, place)
     _permit(x, name, home, place)
     try:
         result, copied = _carry(x, home, place, copy)

@@ -12,7 +12,7 @@ from ..conversion import move, place_of
 from ..errors import BackendMismatchError, DTypeError
 from ..kernels import GENERIC, Kernel, Problem, cast, choose, expand, named, unbroadcast, wide
 from ._arguments import Settings, checked, make_problem
-from ._operation import Operation, expect_arrays, expect_shape, homeward, settings_of, upstream
+from ._operation import Operation, expect_arrays, expect_cache, expect_shape, homeward
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
 
@@ -196,11 +196,9 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     With P the weights and O the result: dV = Pᵀ dO, dP = dO Vᵀ, dS = P ⊙ (dP − rowsum(dO ⊙ O) + dlse),
     dQ = dS K · scale, dK = dSᵀ Q · scale.
     """
-    dout = upstream(dout, cache, "attention", "dout")
-    if dlse is not None:
-        dlse = _checked_dlse(dlse, cache)
-    with cache.place.backend.scope():
-        grads = backward(cache.place.backend, dout, cache.arrays, dlse=dlse, **settings_of(cache))
+    expect_cache(cache, "attention")
+    more = {} if dlse is None else {"dlse": _checked_dlse(dlse, cache)}
+    grads = _operation.reverse(dout, cache, name="dout", **more)
     return AttentionGrads(*homeward(grads[:5], cache, AttentionGrads))
 
 

@@ -77,9 +77,25 @@ class Operation:
     def call(
         self, arrays: Mapping[str, Array | None], static: dict[str, Any] | None = None, backend: str | None = None
     ) -> Array:
-        """Return y and keep nothing; the library's own differentiation goes through the native backward."""
-        trip = embark(arrays, backend)
-        native, settings = trip.place.backend, self.prepared(trip, static)
+        """Return y and keep nothing."""
+        return self.evaluate(embark(arrays, backend), static or {})
+
+    def record(
+        self, arrays: Mapping[str, Array | None], static: dict[str, Any] | None = None, backend: str | None = None
+    ) -> tuple[Array, Cache]:
+        """Return y and the cache that the backward needs."""
+        return self.remember(embark(arrays, backend), static or {})
+
+    def pull(self, dy: Array, cache: Cache, grads: Callable[..., Grads]) -> Grads:
+        """Return the gradients of the inputs, at home."""
+        return grads(*homeward(self.reverse(dy, cache), cache, grads))
+
+    def evaluate(self, trip: Trip, static: dict[str, Any], parameters: tuple[Array | None, ...] = ()) -> Array:
+        """Return y, at home; the library's own differentiation goes through the native backward.
+
+        ``parameters`` are arrays that live where the computation is: a layer's.
+        """
+        native, settings = trip.place.backend, self._settled(trip, static)
 
         def forward(*xs: Array) -> tuple[Array, tuple[Any, ...]]:
             with native.scope():
@@ -89,30 +105,35 @@ class Operation:
             with native.scope():
                 return self.backward(native, dy, saved, **settings)
 
-        return trip.back(native.differentiable(forward, backward)(*trip.arrays), self.name)
+        return trip.back(native.differentiable(forward, backward)(*trip.arrays, *parameters), self.name)
 
-    def record(
-        self, arrays: Mapping[str, Array | None], static: dict[str, Any] | None = None, backend: str | None = None
+    def remember(
+        self, trip: Trip, static: dict[str, Any], parameters: tuple[Array | None, ...] = ()
     ) -> tuple[Array, Cache]:
-        """Return y and the cache that the backward needs."""
-        trip = embark(arrays, backend)
-        settings = self.prepared(trip, static)
-        with trip.place.backend.scope():
-            y, saved = self.forward(trip.place.backend, *trip.arrays, **settings)
+        """Return y, at home, and the cache."""
+        native, settings = trip.place.backend, self._settled(trip, static)
+        with native.scope():
+            y, saved = self.forward(native, *trip.arrays, *parameters, **settings)
+        wait(saved, trip.place, trip.home)
         return trip.back(y, self.name), make_cache(self.name, y, saved, settings, trip)
 
-    def pull(self, dy: Array, cache: Cache, grads: Callable[..., Grads], *, name: str = "dy") -> Grads:
-        """Return the gradients of the inputs, at home."""
+    def reverse(self, dy: Array, cache: Cache, *, name: str = "dy", **more: Any) -> tuple[Any, ...]:
+        """Return the gradients of all arrays, parameters too, where they were computed."""
         dy = upstream(dy, cache, self.name, name)
         native = cache.place.backend
         with native.scope():
-            dxs = self.backward(native, dy, cache.arrays, **settings_of(cache))
-        return grads(*homeward(dxs, cache, grads))
+            dxs = self.backward(native, dy, cache.arrays, **settings_of(cache), **more)
+        wait(dxs, cache.place, cache.home)
+        return dxs
 
-    def prepared(self, trip: Trip, static: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the static arguments, settled now that the arrays are in place."""
-        static = static or {}
+    def _settled(self, trip: Trip, static: dict[str, Any]) -> dict[str, Any]:
         return static if self.prepare is None else self.prepare(trip.place, trip.arrays, static)
+
+
+def wait(arrays: tuple[Any, ...], place: Place, home: Place) -> None:
+    """Wait for what stays where it was computed: until then it may still read memory of the caller's library."""
+    if place.backend is not home.backend:
+        place.backend.synchronize(*(x for x in arrays if x is not None))
 
 
 def make_cache(name: str, y: Array, saved: tuple[Any, ...], static: dict[str, Any], trip: Trip, **more: Any) -> Cache:
@@ -128,9 +149,7 @@ def settings_of(cache: Cache) -> dict[str, Any]:
 
 def upstream(dy: Array, cache: Cache, op: str, name: str = "dy") -> Array:
     """Check an upstream gradient against its cache, and move it to where the backward runs."""
-    if not isinstance(cache, Cache) or cache.op != op:
-        got = f"the cache of {cache.op}_forward" if isinstance(cache, Cache) else type(cache).__name__
-        raise BackendMismatchError(f"cache: expected the cache of {op}_forward, got {got}")
+    expect_cache(cache, op)
     facts = dict(cache.static)
     here = place_of({name: dy})
     if here.backend is not cache.home.backend or (None not in (here.device, cache.home.device) and here != cache.home):
@@ -139,6 +158,13 @@ def upstream(dy: Array, cache: Cache, op: str, name: str = "dy") -> Array:
     if dtype_name(dy.dtype) != facts["y_dtype"]:
         raise DTypeError(f"{name}: expected {facts['y_dtype']}, the result's dtype, got {dtype_name(dy.dtype)}")
     return move(dy, cache.place, name=name, home=here)
+
+
+def expect_cache(cache: Cache, op: str) -> None:
+    """Require the cache of an operation's own forward."""
+    if not isinstance(cache, Cache) or cache.op != op:
+        got = f"the cache of {cache.op}_forward" if isinstance(cache, Cache) else type(cache).__name__
+        raise BackendMismatchError(f"cache: expected the cache of {op}_forward, got {got}")
 
 
 def homeward(dxs: tuple[Any, ...], cache: Cache, grads: Any) -> tuple[Any, ...]:
@@ -214,7 +240,6 @@ def _array(name: str, x: Array) -> Array:
 
 
 __all__ = [
-    "Backend", "Operation", "Trip", "carried", "embark", "expect_arrays", "expect_floating", "expect_one_dtype",
-    "expect_rank", "expect_shape", "homeward", "is_floating", "is_integer", "is_number", "make_cache",
-    "settings_of", "shown", "upstream",
+    "Backend", "Operation", "Trip", "carried", "embark", "expect_arrays", "expect_cache", "expect_floating",
+    "expect_one_dtype", "expect_rank", "expect_shape", "homeward", "is_floating", "is_integer", "is_number", "shown",
 ]  # fmt: skip

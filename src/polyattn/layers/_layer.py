@@ -19,9 +19,6 @@ from ..functional._operation import (
     Trip,
     carried,
     expect_floating,
-    make_cache,
-    settings_of,
-    upstream,
 )  # fmt: skip
 from ..kernels import FLOAT_DTYPES
 from ..selection import selected
@@ -171,32 +168,14 @@ class Layer:
     # ---- the stairs -------------------------------------------------------------------------------------------
 
     def _call(self, inputs: Mapping[str, Array | None], static: dict[str, Any]) -> Array:
-        trip, native = self._embark(inputs), self._place.backend
-        static = self._operation.prepared(trip, static)
-
-        def forward(*arrays: Array) -> tuple[Array, tuple[Any, ...]]:
-            with native.scope():
-                return self._operation.forward(native, *arrays, **static)
-
-        def backward(dy: Array, saved: Any) -> tuple[Any, ...]:
-            with native.scope():
-                return self._operation.backward(native, dy, saved, **static)
-
-        y = native.differentiable(forward, backward)(*trip.arrays, *self._arguments())
-        return trip.back(y, "y")
+        return self._operation.evaluate(self._embark(inputs), static, self._arguments())
 
     def _record(self, inputs: Mapping[str, Array | None], static: dict[str, Any]) -> tuple[Array, Cache]:
-        trip, native = self._embark(inputs), self._place.backend
-        static = self._operation.prepared(trip, static)
-        with native.scope():
-            y, saved = self._operation.forward(native, *trip.arrays, *self._arguments(), **static)
-        return trip.back(y, "y"), make_cache(self._operation.name, y, saved, static, trip)
+        return self._operation.remember(self._embark(inputs), static, self._arguments())
 
     def _pull(self, dy: Array, cache: Cache, names: Sequence[str]) -> tuple[list[Array | None], dict[str, Array]]:
         """Return the gradients of the inputs called ``names``, at home, and of the parameters, where those are."""
-        dy = upstream(dy, cache, self._operation.name)
-        with cache.place.backend.scope():
-            grads = self._operation.backward(cache.place.backend, dy, cache.arrays, **settings_of(cache))
+        grads = self._operation.reverse(dy, cache)
         dinputs, dparameters = grads[: len(names)], grads[len(grads) - len(self._slots) :]
         home = [
             None if dx is None else move(dx, cache.home, name=f"d{name}")

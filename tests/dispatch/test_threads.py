@@ -1,0 +1,142 @@
+"""Threads and processes: ten at once get their own products, and a fork goes on on both sides."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+import polyattn as pa
+from polyattn import registry
+
+
+def run_at_once(work, count):
+    """Run ``work(i)`` in threads that start together; raise the first fault."""
+    gate, faults = threading.Barrier(count), []
+
+    def guarded(i):
+        gate.wait()
+        try:
+            work(i)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+
+
+def test_ten_threads(home, place, native, host):
+    """Thread i works on arrays filled with i, plain and as transposed views: every entry is its own."""
+
+    def work(i):
+        full = np.full((2, 16, 16), float(i))
+        x = native(home, full)
+        for _ in range(3):
+            for view in (x, x.mT):
+                with pa.use_backend(place), pa.transfers() as account:
+                    out, cache = pa.attention_forward(view, view, view, causal=True)
+                    grads = pa.attention_backward(view, cache)
+                assert np.allclose(host(out), full, rtol=1e-12, atol=0)
+                assert np.allclose(host(grads.v).sum(axis=-2), 16.0 * i, rtol=1e-12)
+                assert account.count == (0 if home == place else 9)
+        assert np.array_equal(host(x), full)
+
+    run_at_once(work, 10)
+
+
+def test_a_layer_in_ten_threads(place):
+    """One layer, ten inputs: no state is shared between the calls, and parameters are only read."""
+    layer = pa.MultiHeadAttention(8, 2, dtype="float64", backend=place)
+    inputs = np.random.default_rng(0).standard_normal((10, 3, 8))
+    alone = [layer.forward(x) for x in inputs]
+    expected = [layer.backward(y, cache) for y, cache in alone]
+
+    def work(i):
+        y, cache = layer.forward(inputs[i])
+        dx, grads = layer.backward(y, cache)
+        assert np.array_equal(y, alone[i][0])
+        assert np.allclose(dx[0], expected[i][0][0], rtol=1e-13)
+        assert grads.keys() == expected[i][1].keys()
+
+    run_at_once(work, 10)
+
+
+def test_every_backend_first_met_by_sixteen_threads(place):
+    """Nothing is loaded yet: discovery, loading and the first call are made by all at once."""
+    code = f"""
+        import threading, numpy as np, polyattn as pa
+        gate, faults = threading.Barrier(16), []
+        x = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+        def work():
+            gate.wait()
+            try:
+                with pa.use_backend({place!r}):
+                    y, cache = pa.attention_forward(x, x, x)
+                    pa.attention_backward(y, cache)
+                assert type(y) is np.ndarray
+            except BaseException as fault:
+                faults.append(fault)
+        threads = [threading.Thread(target=work) for _ in range(16)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(faults)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr + done.stdout
+
+
+def test_refreshing_under_way():
+    """Discovery done again while calls run: they keep their backends, and results stay right."""
+    x = np.arange(12.0).reshape(3, 4)
+    expected = pa.functional.softmax(x)
+
+    def work(i):
+        for _ in range(40):
+            if i == 0:
+                registry.refresh()
+            y, cache = pa.functional.softmax_forward(x)
+            pa.functional.softmax_backward(y, cache)
+            assert np.array_equal(y, expected)
+
+    run_at_once(work, 4)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("selection", ["", "numpy"])
+def test_fork(selection):
+    """A large product and attention in the parent, attention in the child, again in the parent: all end, all right."""
+    code = """
+        import os, sys, signal, numpy as np, polyattn as pa
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((2, 64, 32))
+        a = rng.standard_normal((512, 512))
+        a @ a
+        def attend():
+            out, cache = pa.attention_forward(x, x, x, causal=True)
+            return np.concatenate([out, *pa.attention_backward(out, cache)[:3]])
+        serial = attend()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            a @ a
+            os._exit(0 if np.array_equal(attend(), serial) else 1)
+        signal.alarm(30)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), np.array_equal(attend(), serial))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "POLYATTN_BACKEND": selection},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "0 True", done.stderr
