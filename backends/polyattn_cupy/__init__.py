@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -11,30 +10,26 @@ from polyattn.backend import Array, Backend, Status
 
 __all__ = ["backend"]
 
-INSTALL = 'pip install "polyattn[cuda13x]"   (or [cuda12x], to match the CUDA driver)'
-
 
 class CupyBackend(Backend):
     """CuPy arrays. CuPy imports without a GPU and fails at the first array, so its status asks for a device."""
 
     name = "cupy"
     array_modules = ("cupy",)
+    install = 'pip install "polyattn[cuda13x]"   (or [cuda12x], to match the CUDA driver)'
 
     def status(self) -> Status:
         """Import CuPy and count the CUDA devices."""
-        if importlib.util.find_spec("cupy") is None:
-            return Status("not installed", reason="the package cupy is missing", install=INSTALL)
-        try:
-            import cupy
-        except Exception as error:
-            return Status("unavailable", reason=f"import cupy failed: {error}", install=INSTALL)
+        status = super().status()
+        if status.state != "ready":
+            return status
+        import cupy
+
         try:
             count = cupy.cuda.runtime.getDeviceCount()
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            return Status("unavailable", cupy.__version__, f"no CUDA device ({error})")
-        if not count:
-            return Status("unavailable", cupy.__version__, "no CUDA device")
-        return Status("ready", version=cupy.__version__)
+            return Status("unavailable", status.version, f"no CUDA device ({error})")
+        return status if count else Status("unavailable", status.version, "no CUDA device")
 
     def devices(self) -> tuple[str, ...]:
         """List the CUDA devices, the current one first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
 
 __all__ = ["backend"]
 
-INSTALL = 'pip install "polyattn[jax]"'
 WIDE = ("float64", "int64", "uint64", "complex128")
 
 
@@ -30,17 +28,17 @@ class JaxBackend(Backend):
 
     name = "jax"
     array_modules = ("jax", "jaxlib")
+    install = 'pip install "polyattn[jax]"'
 
     def status(self) -> Status:
-        """Import JAX and ask for its devices."""
-        if importlib.util.find_spec("jax") is None:
-            return Status("not installed", reason="the package jax is missing", install=INSTALL)
-        try:
-            jax = _jax()
-            jax.devices()
-        except Exception as error:
-            return Status("unavailable", reason=f"jax failed: {error}", install=INSTALL)
-        return Status("ready", version=jax.__version__)
+        """Import JAX and ask for its devices, which a broken accelerator refuses."""
+        status = super().status()
+        if status.state == "ready":
+            try:
+                _jax().devices()
+            except Exception as error:
+                return Status("unavailable", status.version, f"jax has no device: {error}")
+        return status
 
     def devices(self) -> tuple[str, ...]:
         """List the default platform's devices, then the host's."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, DTypeError, Status
+from polyattn.backend import Array, Backend, DTypeError
 
 __all__ = ["backend"]
 
@@ -17,10 +17,6 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     array_modules = ("numpy",)
-
-    def status(self) -> Status:
-        """Say ready: NumPy is a requirement of polyattn."""
-        return Status("ready", version=np.__version__)
 
     def namespace(self) -> Any:
         """Return array-api-compat's NumPy, the same for every NumPy 2."""

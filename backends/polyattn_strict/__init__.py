@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, Status
+from polyattn.backend import Array, Backend
 
 __all__ = ["backend"]
 
-INSTALL = 'pip install "polyattn[strict]"'
 # Its two other devices exist to test libraries that lack 64-bit types.
 DEVICES = {"cpu": "CPU_DEVICE", "device1": "device1", "device2": "device2"}
 
@@ -22,14 +20,7 @@ class StrictBackend(Backend):
 
     name = "array-api-strict"
     array_modules = ("array_api_strict",)
-
-    def status(self) -> Status:
-        """Import it."""
-        if importlib.util.find_spec("array_api_strict") is None:
-            return Status("not installed", reason="the package array-api-strict is missing", install=INSTALL)
-        import array_api_strict
-
-        return Status("ready", version=array_api_strict.__version__)
+    install = 'pip install "polyattn[strict]"'
 
     def devices(self) -> tuple[str, ...]:
         """List its devices that have every dtype."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, BackendMismatchError, DTypeError, Status, dtype_name
+from polyattn.backend import Array, Backend, BackendMismatchError, DTypeError, dtype_name
 
 __all__ = ["backend"]
 
-INSTALL = 'pip install "polyattn[torch]"'
 NO_VALUES = "a tensor on torch's meta device has no values to move"
 
 
@@ -22,16 +20,7 @@ class TorchBackend(Backend):
 
     name = "torch"
     array_modules = ("torch",)
-
-    def status(self) -> Status:
-        """Import torch and say whether that went well."""
-        if importlib.util.find_spec("torch") is None:
-            return Status("not installed", reason="the package torch is missing", install=INSTALL)
-        try:
-            import torch
-        except Exception as error:
-            return Status("unavailable", reason=f"import torch failed: {error}", install=INSTALL)
-        return Status("ready", version=torch.__version__)
+    install = 'pip install "polyattn[torch]"'
 
     def devices(self) -> tuple[str, ...]:
         """List the CPU, the CUDA devices and MPS, torch's own default first."""

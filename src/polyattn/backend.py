@@ -18,6 +18,8 @@ calls it from many threads at once.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -106,11 +108,20 @@ class Backend:
     """The name under which users select it; compared without case, ``-`` and ``_`` alike."""
     api_version: int = API_VERSION
     array_modules: tuple[str, ...]
-    """Top-level modules of the library's array types, ``("torch",)`` for instance."""
+    """Top-level modules of the library's array types, ``("torch",)`` for instance; the first is the one to import."""
+    install: str = ""
+    """The exact command that installs the library."""
 
     def status(self) -> Status:
-        """Say whether the library can be used here. It may import the library; it must not raise."""
-        raise NotImplementedError
+        """Say whether the library can be used here: it is there, and importing it goes well. It must not raise."""
+        module = self.array_modules[0]
+        try:
+            if importlib.util.find_spec(module) is None:
+                return Status("not installed", reason=f"the package {module} is missing", install=self.install)
+            library = importlib.import_module(module)
+        except Exception as error:
+            return Status("unavailable", reason=f"import {module} failed: {error}", install=self.install)
+        return Status("ready", version=str(getattr(library, "__version__", "")))
 
     def devices(self) -> tuple[str, ...]:
         """Return the devices that this process can address, the default one first.

@@ -96,6 +96,20 @@ def test_on_host_and_pinned(contract: Any, make: Any) -> None:
     assert contract.pinned(x) is None
 
 
+def test_to_numpy_and_viewable(contract: Any, make: Any) -> None:
+    """A view is of the array's own memory, wherever the contract says that it is one."""
+    x = make([1.0, 2.0])
+    views = [contract.to_numpy(x), contract.to_numpy(x)]
+    assert all(isinstance(view, np.ndarray) for view in views)
+    np.testing.assert_array_equal(views[0], [1.0, 2.0])
+    assert np.shares_memory(*views) == contract.viewable(x)
+
+
+def test_ordinary_arrays_are_fit(contract: Any, make: Any) -> None:
+    assert contract.unfit(make([1.0, 2.0])) is None
+    assert contract.unfit(make(1.0)) is None
+
+
 def test_scope_leaves_nothing_behind(contract: Any, make: Any, xp: Any) -> None:
     x = make([1.0, 2.0])
     with contract.scope():
