@@ -8,6 +8,8 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..backend import Array, Place, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import Problem, Sizes
@@ -117,21 +119,11 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ShapeError(f"q: expected a number of heads that is a multiple of k's {kv_heads}, got {heads}")
     try:
-        batch = _broadcast(q_lead, k_lead, v_lead)
+        batch = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
     except ValueError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
         raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
     return Sizes(batch, heads, kv_heads, n_q, n_k, d_k, d_v)
-
-
-def _broadcast(*shapes: list[int]) -> tuple[int, ...]:
-    result: list[int] = []
-    for axis in range(-max(len(shape) for shape in shapes), 0):
-        lengths = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
-        if len(lengths) > 1:
-            raise ValueError
-        result.append(lengths.pop() if lengths else 1)
-    return tuple(result)
 
 
 def _expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> None:
@@ -193,8 +185,6 @@ def _static_integer(name: str, x: Any, shape: tuple[int, ...]) -> int | None:
 
 
 def _is_scalar(x: Any) -> bool:
-    import numpy as np
-
     return isinstance(x, np.generic)
 
 

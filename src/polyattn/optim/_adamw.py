@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.kernels import Array
-
+from ..errors import ArgumentError
+from ..kernels import Array
 from ._base import Optimizer, Rate, check_number, set_number, set_rate
 
 
@@ -41,7 +41,7 @@ class AdamW(Optimizer):
 
     Raises
     ------
-    ValueError
+    ArgumentError
         If one of these is out of its range.
 
     Notes
@@ -74,7 +74,7 @@ class AdamW(Optimizer):
     def __post_init__(self) -> None:
         set_rate(self, "lr")
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
-            raise ValueError(f"betas: expected a tuple of two numbers, got {self.betas!r}")
+            raise ArgumentError(f"betas: expected a tuple of two numbers, got {self.betas!r}")
         betas = tuple(check_number(f"betas[{index}]", beta, below=1.0) for index, beta in enumerate(self.betas))
         object.__setattr__(self, "betas", betas)
         for argument in ("eps", "eps_root", "weight_decay"):

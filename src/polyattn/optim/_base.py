@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, device, is_jax_array
 
-from polyattn.errors import BackendMismatchError, CheckpointError, DTypeError, ShapeError
-from polyattn.kernels import FLOAT_DTYPES, Array, dtype_name, wide
+from ..errors import ArgumentError, BackendMismatchError, CheckpointError, DTypeError, ShapeError
+from ..kernels import FLOAT_DTYPES, Array, dtype_name, wide
 
 Rate = float | Callable[[Any], Any]
 """A learning rate: a number, or a function of the number of updates already done."""
@@ -132,7 +132,7 @@ def check_number(argument: str, value: object, below: float = math.inf) -> float
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < below:
         return float(value)
     upper = f" and below {below:g}" if below < math.inf else ""
-    raise ValueError(f"{argument}: expected a finite number of at least 0{upper}, got {value!r}")
+    raise ArgumentError(f"{argument}: expected a finite number of at least 0{upper}, got {value!r}")
 
 
 def widest_dtype(xp: Any, arrays: Arrays) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.kernels import Array, wide, widen
-
+from ..errors import ArgumentError
+from ..kernels import Array, wide, widen
 from ._base import Arrays, as_array, check_floating, common_namespace, widest_dtype
 
 
@@ -36,7 +36,7 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
 
     Raises
     ------
-    ValueError
+    ArgumentError
         If ``max_norm`` is not a number above 0.
     DTypeError
         If a gradient is not a floating array.
@@ -57,7 +57,7 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
     (5.0, array([0.6]), array([0.8]))
     """
     if not isinstance(max_norm, numbers.Real) or isinstance(max_norm, bool) or not max_norm > 0:
-        raise ValueError(f"max_norm: expected a number above 0, got {max_norm!r}")
+        raise ArgumentError(f"max_norm: expected a number above 0, got {max_norm!r}")
     xp, home = common_namespace(grads=grads)
     check_floating("grads", grads)
     widest = widest_dtype(xp, grads)

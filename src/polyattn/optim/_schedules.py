@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from polyattn.kernels import Array, dtype_name
-
+from ..errors import ArgumentError
+from ..kernels import Array, dtype_name
 from ._base import Rate, as_array, rate_array, set_number, set_rate
 
 
@@ -147,5 +147,5 @@ def _like(step: Any, value: Any, xp: Any) -> Any:
 def _set_steps(instance: object, argument: str, least: int) -> None:
     value = getattr(instance, argument)
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{argument}: expected an integer of at least {least}, got {value!r}")
+        raise ArgumentError(f"{argument}: expected an integer of at least {least}, got {value!r}")
     object.__setattr__(instance, argument, int(value))

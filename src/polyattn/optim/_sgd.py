@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.kernels import Array
-
+from ..errors import ArgumentError
+from ..kernels import Array
 from ._base import Optimizer, Rate, set_number, set_rate
 
 
@@ -37,7 +37,7 @@ class SGD(Optimizer):
 
     Raises
     ------
-    ValueError
+    ArgumentError
         If one of these is out of its range.
 
     Notes
@@ -69,7 +69,7 @@ class SGD(Optimizer):
         set_number(self, "momentum", below=1.0)
         set_number(self, "weight_decay")
         if self.nesterov and not self.momentum:
-            raise ValueError("momentum: expected more than 0 for nesterov=True, got 0")
+            raise ArgumentError("momentum: expected more than 0 for nesterov=True, got 0")
 
     def _slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
