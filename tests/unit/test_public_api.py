@@ -48,7 +48,7 @@ def test_no_module_bears_the_name_of_an_exported_function(name: str) -> None:
     "name",
     [
         "attention", "attention_backward", "attention_forward", "attention_merge", "attention_weights",
-        "get_backend", "list_backends", "set_backend", "to_backend", "transfers", "use_backend",
+        "explain", "get_backend", "list_backends", "set_backend", "to_backend", "transfers", "use_backend",
         "LayerNorm", "MultiHeadAttention", "Projection", "ScaledDotProductAttention",
         "BackendMismatchError", "BackendUnavailableError", "CheckpointError", "DTypeError",
         "KernelUnsupportedError", "PolyattnError", "ShapeError", "UnknownBackendError",

@@ -1,0 +1,140 @@
+"""Every check of the project, each in an environment of its own.
+
+``nox`` alone runs lint, typing and minimal, then the suite on numpy, torch, jax and
+array-api-strict, and on cupy as well where a CUDA device exists.
+``nox -s "tests(torch)"`` runs one session, ``nox -s "tests(torch)" -- -k softmax`` a part of it.
+"""
+
+import ctypes
+import zipfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+
+# The extras of each backend's run; which one brings CuPy depends on the machine. NumPy's run has every other library
+# beside it, to convert to and to compare with: that NumPy alone is enough is for ``minimal`` to show.
+EXTRAS = {"numpy": "all", "torch": "torch", "jax": "jax", "array-api-strict": "strict"}
+nox.options.sessions = ["lint", "typing", "minimal", *(f"tests({name})" for name in EXTRAS), "cupy_where_possible"]
+PROJECT = nox.project.load_toml("pyproject.toml")
+KIT = ["-p", "polyattn.testing.plugin", "--pyargs", "polyattn.testing.conformance"]
+# An empty variable is an unset one: a choice made in the shell that starts nox must not reach the tests.
+UNSELECTED = {"POLYATTN_BACKEND": "", "POLYATTN_DEVICE": ""}
+
+
+def group(name: str) -> tuple[str, ...]:
+    """Return the requirements of a dependency group; pip reads these itself only from 25.1 on."""
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+# What the suite needs besides a backend's extra: the digits, bfloat16 for NumPy, and the referee, which is small.
+SUITE = ("ml_dtypes", "array-api-strict", *group("examples"))
+
+
+def cuda_extra() -> tuple[str, str]:
+    """Return the extra that fits this machine's CUDA driver and "", or "" and why there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "", "no CUDA driver (libcuda.so.1)"
+    devices, version = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(devices)) or not devices.value:
+        return "", "no CUDA device"
+    if driver.cuDriverGetVersion(ctypes.byref(version)) or version.value < 12000:
+        return "", f"the CUDA driver is too old: 12.0 or later is needed, this one says {version.value / 1000:.1f}"
+    return ("cuda13x" if version.value >= 13000 else "cuda12x"), ""
+
+
+def install(session: nox.Session, extras: str, *requirements: str) -> None:
+    """Build the project's wheel and install it with these extras, all at the tested releases."""
+    session.install("-c", "constraints.txt", f".[{extras}]", *requirements)
+
+
+def run_suite(session: nox.Session, backend: str) -> None:
+    """Run the project's tests and the conformance kit on one backend; a backend that cannot be used fails."""
+    chosen = f"--polyattn-backend={backend}"
+    session.run("pytest", chosen, *session.posargs, env=UNSELECTED)
+    if not session.posargs:
+        session.run("pytest", chosen, *KIT, env=UNSELECTED)
+
+
+@nox.session
+@nox.parametrize("backend", [nox.param(name, id=name) for name in (*EXTRAS, "cupy")])
+def tests(session: nox.Session, backend: str) -> None:
+    """Run the tests, the conformance kit and, once, the examples in the docstrings."""
+    extra, reason = cuda_extra() if backend == "cupy" else (EXTRAS[backend], "")
+    if not extra:
+        session.error(f"cupy was asked for and cannot be used: {reason}")
+    install(session, f"{extra},cli,plot,test", *SUITE)
+    run_suite(session, backend)
+    if backend == "numpy" and not session.posargs:
+        doctests = ["--doctest-modules", "--pyargs", "polyattn", "--ignore-glob=*/testing/conformance/*"]
+        session.run("pytest", *doctests, env=UNSELECTED)
+
+
+@nox.session(python=False)
+def cupy_where_possible(session: nox.Session) -> None:
+    """Run the tests on cupy as well where a CUDA device exists; elsewhere say why they were left out."""
+    extra, reason = cuda_extra()
+    if not extra:
+        session.skip(f"tests(cupy) left out: {reason}")
+    session.notify("tests(cupy)")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the suite on cupy; then the kit, training and an example with torch on this machine's CUDA device."""
+    extra, reason = cuda_extra()
+    if not extra:
+        session.error(f"a CUDA device was asked for: {reason}")
+    install(session, f"{extra},torch,cli,plot,test", *SUITE)
+    run_suite(session, "cupy")
+    session.run("pytest", "--polyattn-backend=torch", "--polyattn-device=cuda:0", *KIT, env=UNSELECTED)
+    on_cuda, output = {"POLYATTN_BACKEND": "torch", "POLYATTN_DEVICE": "cuda:0"}, Path(session.create_tmp()).resolve()
+    session.run("polyattn", "train", "--output", str(output / "train"), env=on_cuda)
+    session.run("python", "examples/digits.py", "--output", str(output / "digits.png"), env=on_cuda)
+
+
+@nox.session
+def minimal(session: nox.Session) -> None:
+    """Build the wheel, look into it, and run the unit tests on it with the core requirements alone."""
+    folder = Path(session.create_tmp()).resolve()
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".")
+    (wheel,) = folder.glob("*.whl")
+    check_wheel(session, wheel)
+    session.install("-c", "constraints.txt", str(wheel), "pytest", "hypothesis")
+    session.run("polyattn", "train", success_codes=[2])  # the command line is an extra; it says how to get it
+    session.run("pytest", "tests/unit", "--polyattn-backend=numpy", *session.posargs, env=UNSELECTED)
+
+
+def check_wheel(session: nox.Session, wheel: Path) -> None:
+    """Compare the wheel's files with the source tree's: all packages, and nothing else."""
+    sources = [(root, path) for root in ("src", "backends") for path in Path(root).rglob("*")]
+    expected = {
+        path.relative_to(root).as_posix()
+        for root, path in sources
+        if path.is_file() and path.suffix not in {".pyc", ".pyo"}
+    }
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    if packed != expected:
+        session.error(f"{wheel.name}: missing {sorted(expected - packed)}, unexpected {sorted(packed - expected)}")
+    session.log(f"{wheel.name}: {len(packed)} files, as in the source tree")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format."""
+    session.install("-c", "constraints.txt", *group("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Check the types of the library and its backends, strictly."""
+    install(session, "cli,plot,test", *group("typing"))
+    session.run("mypy")
