@@ -10,6 +10,8 @@ import numpy as np
 
 from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
 
+from ._kernel import JitKernel
+
 __all__ = ["backend"]
 
 WIDE = ("float64", "int64", "uint64", "complex128")
@@ -29,6 +31,7 @@ class JaxBackend(Backend):
     name = "jax"
     array_modules = ("jax", "jaxlib")
     install = 'pip install "polyattn[jax]"'
+    kernels = (JitKernel(),)
 
     def status(self) -> Status:
         """Import JAX and ask for its devices, which a broken accelerator refuses."""

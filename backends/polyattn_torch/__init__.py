@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -131,18 +131,35 @@ class TorchBackend(Backend):
             and not hasattr(x, "fake_mode")
         )
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Record no autograd graph."""
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Record no autograd graph, and compute in the precision that is written: autocast would lower it."""
         import torch
 
-        return torch.no_grad()  # type: ignore[no-any-return]  # torch is Any to the type checker
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda", "mps"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-        """Look at the predicate; on the meta device there is none, and both branches have one shape."""
-        return if_true() if predicate.is_meta else super().cond(predicate, if_true, if_false)
+        """Look at the predicate; without a value (meta) both branches have one shape, under vmap each row its own."""
+        import torch
+        from torch._C import _functorch
+        from torch.utils import _pytree
+
+        if predicate.is_meta:
+            return if_true()
+        if not _functorch.is_functorch_wrapped_tensor(predicate):
+            return super().cond(predicate, if_true, if_false)
+        return _pytree.tree_map(lambda a, b: torch.where(predicate, a, b), if_true(), if_false())
 
     def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
-        """Write into ``x`` itself."""
+        """Write into ``x`` itself, unless autograd follows."""
+        import torch
+
+        if torch.is_grad_enabled() and (x.requires_grad or value.requires_grad):
+            return super().update_slice(x, value, start, axis)
         x.narrow(axis, start, value.shape[axis]).copy_(value)
         return x
 
@@ -156,7 +173,7 @@ class TorchBackend(Backend):
         """Put the pair into autograd as one node, where any input requires gradients."""
         from ._autograd import apply
 
-        return lambda *arrays: apply(forward, backward, arrays)
+        return lambda *arrays: apply(self.scope, forward, backward, arrays)
 
     def synchronize(self, *arrays: Array) -> None:
         """Wait for the devices of the arrays."""

@@ -35,7 +35,7 @@ from .errors import (
     PolyattnError,
     ShapeError,
 )
-from .kernels import Array, Kernel, Problem, dtype_name
+from .kernels import Array, Kernel, Problem, TiledKernel, dtype_name
 
 __all__ = [
     "API_VERSION",
@@ -52,6 +52,7 @@ __all__ = [
     "Problem",
     "ShapeError",
     "Status",
+    "TiledKernel",
     "dtype_name",
 ]
 
@@ -240,10 +241,16 @@ class Backend:
         """Return ``y = op(*arrays)`` that the library's own differentiation can go through.
 
         ``forward(*arrays)`` gives ``(y, saved)`` with ``saved`` a tuple of arrays,
-        ``backward(dy, saved)`` a gradient for each array. The fallback, for a
-        library that does not differentiate, forgets what was saved.
+        ``backward(dy, saved)`` a gradient for each array; both are to be run in
+        :meth:`scope`. The fallback, for a library that does not differentiate,
+        forgets what was saved.
         """
-        return lambda *arrays: forward(*arrays)[0]
+
+        def call(*arrays: Array) -> Array:
+            with self.scope():
+                return forward(*arrays)[0]
+
+        return call
 
     def synchronize(self, *arrays: Array) -> None:
         """Wait until the arrays are computed. The fallback is for libraries that compute at once."""

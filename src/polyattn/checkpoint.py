@@ -1,11 +1,13 @@
 """Named arrays in a safetensors file, written whole or not at all.
 
-Nothing in a file is ever executed, and no library but NumPy is needed to read one.
+Nothing in a file is ever executed, and no library but NumPy is needed to read one. The metadata hold a digest of
+the content, so that a file whose bits have changed since is not taken for good; other readers pass over it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -25,6 +27,8 @@ __all__ = ["LEFTOVERS", "read_tensors", "write_bytes", "write_tensors"]
 
 LEFTOVERS = ".polyattn-*.tmp"
 """What a process that was killed while writing may leave beside the file; it can be deleted."""
+
+_DIGEST = "polyattn.sha256"
 
 _DTYPES = {
     "BOOL": "bool",
@@ -71,9 +75,11 @@ def write_tensors(
     ([[1.0, 0.0], [0.0, 1.0]], {'step': '7'})
     """
     # safetensors writes the bytes in memory order whatever the strides are, so the arrays must be in C order.
-    packed = {name: np.asarray(registry.owner(x, name).to_numpy(x), order="C") for name, x in tensors.items()}
+    packed = {name: _little_endian(registry.owner(x, name).to_numpy(x)) for name, x in tensors.items()}
+    metadata = dict(metadata or {})
     try:
-        data = safetensors.numpy.save(packed, metadata=dict(metadata) if metadata else None)
+        content = {name: (x.shape, x.reshape(-1).view(np.uint8)) for name, x in packed.items()}
+        data = safetensors.numpy.save(packed, metadata={**metadata, _DIGEST: _digest(content, metadata)})
     except (safetensors.SafetensorError, TypeError, ValueError) as cause:
         raise CheckpointError(f"{os.fspath(path)}: cannot be stored as safetensors: {cause}") from cause
     write_bytes(path, data)
@@ -115,7 +121,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray[Any
     Raises
     ------
     CheckpointError
-        If the file is missing, cannot be read, is truncated, or is no safetensors file.
+        If the file is missing, cannot be read, is truncated or changed, or is no safetensors file.
     """
     where = os.fspath(path)
     try:
@@ -129,8 +135,27 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray[Any
         raise CheckpointError(
             f"{where}: not a safetensors file, or a damaged one ({cause}); use an undamaged copy, or write a new one"
         ) from cause
-    tensors = {name: _view(where, name, entry) for name, entry in entries}
-    return tensors, dict(header.get("__metadata__", {}))
+    metadata = dict(header.get("__metadata__", {}))
+    digest = metadata.pop(_DIGEST, None)  # which files of other libraries lack
+    content = {name: (tuple(entry["shape"]), entry["data"]) for name, entry in entries}
+    if digest is not None and digest != _digest(content, metadata):
+        raise CheckpointError(
+            f"{where}: damaged: its content is not what was written; use an undamaged copy, or write a new one"
+        )
+    return {name: _view(where, name, entry) for name, entry in entries}, metadata
+
+
+def _little_endian(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.asarray(x, dtype=x.dtype.newbyteorder("<"), order="C")
+
+
+def _digest(tensors: Mapping[str, tuple[tuple[int, ...], Any]], metadata: Mapping[str, str]) -> str:
+    """Return the SHA-256 of names, shapes, elements and metadata, whatever their order."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name, (shape, data) in sorted(tensors.items()):
+        digest.update(f"{name} {shape}".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _view(where: str, name: str, entry: Mapping[str, Any]) -> np.ndarray[Any, Any]:

@@ -2,7 +2,7 @@
 
 Exit codes: 0, done; 1, the work failed; 2, it was not understood (an unknown
 backend, a bad option); 130, interrupted. An error is one line on standard error.
-Nothing here imports an array library before a command needs it.
+Nothing here imports a framework before a command needs it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from . import training
 from .errors import PolyattnError, UnknownBackendError
+from .training import Config
 
 __all__ = ["app", "run"]
 
@@ -41,8 +45,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=list(arguments) if arguments is not None else None, prog_name="polyattn", standalone_mode=False)
     except _ClickException as error:
-        hint = f". See {error.ctx.command_path} --help." if error.ctx is not None else ""
-        return _fail(error.format_message().removesuffix(".") + hint, 2)
+        hint = f" See {error.ctx.command_path} --help." if error.ctx is not None else ""
+        message = error.format_message()
+        return _fail(message + ("" if message.endswith((".", "?")) or not hint else ".") + hint, 2)
     except _Interrupted as error:
         return _fail(str(error), 130)
     except (KeyboardInterrupt, typer.Abort):
@@ -71,23 +76,24 @@ def _polyattn(
 
 @app.command()
 def train(
+    context: typer.Context,
     backend: Annotated[
-        str | None, typer.Option(help="Where to compute [default: POLYATTN_BACKEND, else numpy].")
+        str | None, typer.Option(help="Where to compute.", show_default="POLYATTN_BACKEND, else numpy")
     ] = None,
     device: Annotated[str | None, typer.Option(help="A device of --backend, cuda:0 for instance.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32 or float64 [default: float32].")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps in all, those before --resume included [default: 2000].")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples a step [default: 64].")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Rows a sample [default: 8].")] = None,
-    width: Annotated[int | None, typer.Option(help="Features a row [default: 8].")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads, a divisor of the width [default: 2].")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Its peak, after 200 steps [default: 0.05].")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [default: 0].")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of parameters and samples [default: 0].")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = Config.dtype,
+    steps: Annotated[int, typer.Option(help="Steps in all, those before --resume included.")] = Config.steps,
+    batch: Annotated[int, typer.Option(help="Samples a step.")] = Config.batch,
+    sequence: Annotated[int, typer.Option(help="Rows a sample.")] = Config.sequence,
+    width: Annotated[int, typer.Option(help="Features a row.")] = Config.width,
+    heads: Annotated[int, typer.Option(help="Attention heads, a divisor of the width.")] = Config.heads,
+    learning_rate: Annotated[float, typer.Option(help="Its peak, after 200 steps.")] = Config.learning_rate,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = Config.weight_decay,
+    seed: Annotated[int, typer.Option(help="Of parameters and samples.")] = Config.seed,
     data: Annotated[str | None, typer.Option(help="An npz file with X and Y, (samples, sequence, features).")] = None,
-    output: Annotated[Path | None, typer.Option(help="The folder of the run [default: a new one in runs/].")] = None,
+    output: Annotated[
+        str | None, typer.Option(help="The folder of the run.", show_default="a new one in runs/")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --output.")] = False,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 200,
@@ -98,11 +104,9 @@ def train(
         "dtype": dtype, "steps": steps, "batch": batch, "sequence": sequence, "width": width, "heads": heads,
         "learning_rate": learning_rate, "weight_decay": weight_decay, "seed": seed, "data": data,
     }  # fmt: skip
-    from . import training
-
     try:
         result = training.train(
-            {name: value for name, value in settings.items() if value is not None},
+            {name: value for name, value in settings.items() if _named(context, name)},
             backend=backend,
             device=device,
             output=output,
@@ -137,25 +141,40 @@ def backends(json_output: Annotated[bool, typer.Option("--json", help="Print a J
 
 @app.command()
 def check(
-    name: Annotated[str, typer.Argument(help="The backend; with --namespace, the module of an array API namespace.")],
-    pytest_args: Annotated[list[str] | None, typer.Argument(help="Arguments for pytest, after --.")] = None,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The backend; with --namespace, the module of an array API namespace."),
+    ],
+    pytest_args: Annotated[
+        list[str] | None, typer.Argument(metavar="PYTEST_ARGS", help="Arguments for pytest, after --.")
+    ] = None,
     namespace: Annotated[bool, typer.Option("--namespace", help="NAME is a module; no plugin is needed.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Run every conformance check on a backend, and say what is right and what is not."""
     from .testing.check import run_check
 
-    report = run_check(name, namespace=namespace, pytest_args=pytest_args or ())
+    if pytest_args and not pytest_args[0].startswith("-"):
+        raise _UsageError(f"unexpected argument {pytest_args[0]!r}: one backend at a time; pytest's options follow --")
+    with Console(stderr=True).status(f"checking {name}"):  # seen on a terminal only
+        report = run_check(name, namespace=namespace, pytest_args=pytest_args or ())
     if json_output:
         typer.echo(json.dumps(report.to_dict()))
     else:
-        _print_table(("check", "outcome", "detail"), [(row.check, row.outcome, row.detail) for row in report.rows])
+        rows = sorted(report.rows, key=lambda row: row.outcome == "failed")  # what is wrong stands last, in sight
+        _print_table(("check", "outcome", "detail"), [(row.check, row.outcome, row.detail) for row in rows])
         typer.echo(
             f"{report.backend} {report.library_version}, kit {report.kit_version}: "
             f"{report.passed} passed, {report.failed} failed, {report.declared} failed as declared"
         )
     if report.failed:
         raise typer.Exit(1)
+
+
+def _named(context: typer.Context, option: str) -> bool:
+    """Say whether the user named an option, even if with its default value."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -174,10 +193,6 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table()
     for index, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=index == 0)
@@ -192,6 +207,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _fail(message: str, code: int) -> int:
     """Print an error in one line, after the lines of detail that a message may bring."""
     first, *details = message.strip().splitlines() or [""]
+    first = first.removesuffix(":")
     for line in details:
         print(line, file=sys.stderr)
     print(f"polyattn: {'' if code == 130 else 'error: '}{first}", file=sys.stderr)

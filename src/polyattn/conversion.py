@@ -22,7 +22,8 @@ from .backend import Array, Backend, Place, dtype_name
 from .errors import ArgumentError, BackendMismatchError, BackendUnavailableError, DTypeError
 
 __all__ = [
-    "Crossing", "Transfers", "bring", "checked_device", "destination", "move", "place_of", "to_backend", "transfers",
+    "Crossing", "Transfers", "bring", "checked_device", "destination", "move", "permit", "place_of", "to_backend",
+    "transfers",
 ]  # fmt: skip
 
 logger = logging.getLogger("polyattn")
@@ -122,6 +123,8 @@ def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None
         If ``x`` is traced or requires gradients, or has to be copied with ``copy=False``.
     DTypeError
         If the target has no such element type (float64 on JAX in 32-bit mode, for instance).
+    ArgumentError
+        If ``copy`` is something else.
 
     Examples
     --------
@@ -130,6 +133,8 @@ def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None
     >>> np.shares_memory(x, pa.to_backend(x, "numpy")), np.shares_memory(x, pa.to_backend(x, "numpy", copy=True))
     (True, False)
     """
+    if copy not in (True, False, None):
+        raise ArgumentError(f"copy: expected True, False or None, got {copy!r}")
     backend = registry.ready(name)
     home = place_of({"x": x})
     return move(x, destination(home, name, checked_device(backend, device)), home=home, copy=copy)
@@ -197,7 +202,7 @@ def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, 
         # An array without axes may be a scalar so far: NumPy's functions return those.
         kept = not copy and x.ndim > 0
         return x if kept else _required(copy, lambda: home.backend.asarray(x, home.device, copy), home, place)
-    _permit(x, name, home, place)
+    permit(x, name, home, place)
     try:
         result, copied = _carry(x, home, place, copy)
     except (BackendMismatchError, DTypeError) as error:
@@ -215,7 +220,7 @@ def bring(x: Array | None, place: Place, *, name: str, home: Place) -> Array | N
         try:
             place.backend.dtype(dtype)
         except DTypeError as error:
-            _permit(x, name, home, place)
+            permit(x, name, home, place)
             values = home.backend.to_numpy(x)
             if values.size and (values.max() > np.iinfo(np.int32).max or values.min() < np.iinfo(np.int32).min):
                 raise DTypeError(f"{name}: its values do not fit int32, and {error}") from None
@@ -225,7 +230,8 @@ def bring(x: Array | None, place: Place, *, name: str, home: Place) -> Array | N
     return move(x, place, name=name, home=home)
 
 
-def _permit(x: Array, name: str, home: Place, place: Place) -> None:
+def permit(x: Array, name: str, home: Place, place: Place) -> None:
+    """Raise where an array may not change its library or device."""
     reason = home.backend.pinned(x)
     if reason is not None and home.backend is not place.backend:
         raise BackendMismatchError(

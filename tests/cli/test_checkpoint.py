@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from polyattn import CheckpointError
 from polyattn.checkpoint import read_tensors, write_bytes, write_tensors
@@ -83,6 +84,23 @@ def test_a_truncated_file_is_refused_by_name(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=rf"{path.name}: not a safetensors file, or a damaged one"):
         read_tensors(path)
+
+
+@pytest.mark.parametrize("before", [b"", b'7"', b"weight"], ids=["elements", "metadata", "a name"])
+def test_a_changed_bit_is_not_taken_for_good(path: Path, before: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.rindex(before) - (not before)] ^= 1  # the last byte, or the first of these
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{path.name}: damaged: its content is not what was written"):
+        read_tensors(path)
+
+
+def test_files_go_to_and_come_from_plain_safetensors(path: Path) -> None:
+    np.testing.assert_array_equal(safetensors.numpy.load_file(path)["weight"], SQUARE)
+    safetensors.numpy.save_file({"weight": SQUARE * 2}, path, metadata={"step": "8"})
+    tensors, metadata = read_tensors(path)
+    np.testing.assert_array_equal(tensors["weight"], SQUARE * 2)
+    assert metadata == {"step": "8"}
 
 
 def test_a_foreign_file_is_refused_and_never_executed(tmp_path: Path) -> None:

@@ -59,12 +59,15 @@ def test_another_missing_module_is_not_mistaken_for_the_extra() -> None:
     ("arguments", "told"),
     [
         (("nonsense",), "No such command 'nonsense'. See polyattn --help."),
+        (("trian",), "Did you mean 'train'? See polyattn --help."),
         (("train", "--stps", "3"), "No such option: --stps"),
         (("train", "--steps", "many"), "Invalid value for '--steps'"),
         (("train", "--backend", "torhc"), "no backend is called 'torhc'"),
         (("check", "nupmy"), "Did you mean 'numpy'?"),
         (("check",), "Missing argument"),
+        (("check", "numpy", "torch"), "unexpected argument 'torch': one backend at a time"),
         (("check", "no_such_module", "--namespace"), "no_such_module"),
+        (("check", "json", "--namespace"), "expected the module of an array API namespace, got 'json'"),
     ],
 )
 def test_a_bad_command_line_is_told_in_one_line(command: Any, arguments: tuple[str, ...], told: str) -> None:
@@ -134,6 +137,18 @@ def test_check_prints_what_is_right_and_what_is_not(command: Any, report: list[t
         "off by [one]",
     ]
     assert "1 passed, 1 failed" in out
+
+
+def test_what_selects_no_check_is_told(command: Any) -> None:
+    told = command("check", "numpy", "--", "-k", "no_check_of_this_name").refused(1)
+    assert told.endswith("none of the checks is selected by: -k no_check_of_this_name")
+
+
+def test_what_is_wrong_stands_last(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (Row("a", "passed"), Row("b", "failed", "why"), Row("c", "passed"))
+    monkeypatch.setattr(check_module, "run_check", lambda name, **_: Report(name, "1.0", False, "1", rows, ""))
+    out = command("check", "numpy").out
+    assert out.index("│ a ") < out.index("│ c ") < out.index("│ b ")
 
 
 def test_check_as_json_fails_too(command: Any, report: list[tuple[Any, ...]]) -> None:

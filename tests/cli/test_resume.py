@@ -99,6 +99,7 @@ def test_metrics_after_the_checkpoint_are_dropped_not_doubled(command: Any, run_
 
 
 def test_a_run_moves_to_another_backend(command: Any, run_folder: Path) -> None:
+    pytest.importorskip("array_api_strict", reason="array-api-strict is not installed: no second backend")
     result = command(
         "train", "--resume", "--steps", 20, "--backend", "array-api-strict", "--output", "run", "--json"
     ).result
@@ -123,6 +124,14 @@ def test_another_architecture_is_refused_and_says_what_differs(
 ) -> None:
     before = content(run_folder)
     assert told in command("train", "--resume", "--output", "run", option, value).refused(2)
+    assert content(run_folder) == before
+
+
+def test_a_run_that_is_done_says_so(command: Any, run_folder: Path) -> None:
+    before = content(run_folder)
+    outcome = command("train", "--resume", "--output", "run", "--json")
+    assert outcome.result["resumed_from"] == outcome.result["steps"] == 10
+    assert "the run is at step 10 already, nothing to train; give more --steps to go on" in outcome.err
     assert content(run_folder) == before
 
 
@@ -221,6 +230,21 @@ def test_an_interrupt_says_how_to_go_on(command: Any, at_step: Any, tmp_path: Pa
     assert command("train", "--resume", "--output", "run", "--json").result["resumed_from"] == 5
     assert command("train", "--steps", 12, "--output", "whole", *SMALL).code == 0
     expect_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_an_interrupt_after_the_last_step_keeps_it(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PointerCopy, "evaluation", interrupt)
+    code, out, err = command("train", "--steps", 4, "--output", "my run", *SMALL)
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1].endswith(
+        "the checkpoint of step 4 is kept, continue with: polyattn train --resume --output 'my run'"
+    )
+    assert step_of(tmp_path / "my run") == 4
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(

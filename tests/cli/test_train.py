@@ -5,14 +5,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 import polyattn as pa
-from polyattn import cli
 from polyattn.backend import Status
 from polyattn.checkpoint import read_tensors
 from polyattn.registry import load
@@ -130,13 +129,15 @@ def test_the_loss_curves_of_all_backends_agree_in_float64(float64_curve: Any, ot
     np.testing.assert_allclose(float64_curve(other), float64_curve("numpy"), rtol=1e-11, atol=0)
 
 
-def test_the_help_tells_the_defaults() -> None:
-    hints = get_type_hints(cli.train, include_extras=True)
+def test_the_help_tells_the_defaults(process: Any) -> None:
+    code, out, _ = process("train", "--help", variables={"COLUMNS": "200"})
+    assert code == 0
     defaults = {name: value for name, value in Config().to_dict().items() if value is not None}
-    assert defaults.keys() < hints.keys()
-    for name, value in defaults.items():
-        shown = value if isinstance(value, str) else format(value, "g")
-        assert f"[default: {shown}]" in hints[name].__metadata__[0].help
+    assert len(defaults) == 9
+    for name, value in {**defaults, "checkpoint_every": 200}.items():
+        (line,) = [line for line in out.splitlines() if f"--{name.replace('_', '-')} " in line]
+        assert f"[default: {value}]" in line
+    assert "POLYATTN_BACKEND, else numpy" in out
 
 
 def test_a_terminal_has_a_bar_and_a_pipe_has_lines() -> None:
@@ -236,3 +237,18 @@ def test_the_loss_picture_has_a_log_axis_and_the_baseline() -> None:
     np.testing.assert_array_equal(every.get_ydata(), losses)
     assert median.get_ydata()[0] == np.median(losses[:2])
     assert set(baseline.get_ydata()) == {0.9}
+
+
+def test_a_single_loss_is_seen() -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    (axes,) = _pictures.loss_picture([1], [0.5], 0.9, "title").axes
+    assert axes.lines[0].get_marker() == "o"
+    axes.figure.draw_without_rendering()
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_weights_that_are_all_small_use_the_whole_scale() -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    weights = np.random.default_rng(0).dirichlet(np.full(50, 100.0), size=(2, 50))
+    for axes in _pictures.attention_picture(weights, None, "title").axes[:2]:
+        assert axes.images[0].get_clim() == (0.0, weights.max())

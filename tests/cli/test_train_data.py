@@ -10,6 +10,7 @@ import pytest
 
 from polyattn.checkpoint import read_tensors
 from polyattn.training._npz import Epochs
+from polyattn.training._task import PointerCopy
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((19, 5, 6)).astype(np.float32)
@@ -151,12 +152,51 @@ def test_a_run_goes_on_with_its_own_samples_only(command: Any, data: Path, tmp_p
         ("--steps", 0), ("--batch", 0), ("--sequence", 0), ("--width", 0), ("--heads", 0), ("--heads", 3),
         ("--seed", -1),
         ("--learning-rate", -1), ("--learning-rate", "nan"), ("--weight-decay", "inf"), ("--dtype", "int8"),
-        ("--checkpoint-every", 0), ("--device", "cpu"),
+        ("--checkpoint-every", 0), ("--device", "cpu"), ("--data", ""),
     ],
 )  # fmt: skip
 def test_options_out_of_range_are_told(command: Any, tmp_path: Path, option: str, value: object) -> None:
     assert f"{option}:" in command("train", option, value, "--output", "run").refused(2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_name_is_not_the_current_folder(command: Any, tmp_path: Path) -> None:
+    assert "--output: expected a path" in command("train", "--output", "").refused(2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 59.6 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 GB"),
+        RuntimeError("CUDA out of memory. Tried to allocate 64 GiB.\nSee the documentation"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes."),
+    ],
+)
+def test_too_little_memory_is_told(command: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(PointerCopy, "batch", fail)
+    told = command("train", "--output", "run").refused(1)
+    assert f"out of memory ({str(error).splitlines()[0]}); choose a smaller --batch" in told
+
+
+def test_another_fault_of_a_library_is_not_hidden(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(PointerCopy, "batch", fail)
+    with pytest.raises(RuntimeError, match="a fault"):
+        command("train", "--output", "run")
+
+
+def test_samples_too_large_to_compute_with_are_not_blamed_on_the_rate(command: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", X=X * 1e30, Y=Y * 1e30)
+    told = command("train", "--data", "data.npz", "--output", "run").refused(1)
+    assert "the loss of step 1 is" in told
+    assert told.endswith("try smaller numbers in --data, or a wider --dtype")
 
 
 def test_a_device_that_there_is_not_is_told(command: Any, tmp_path: Path, backend: str) -> None:

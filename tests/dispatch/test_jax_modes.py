@@ -147,3 +147,15 @@ def test_a_cache_crosses_jit_with_its_place():
     (dx,) = jax.jit(F.softmax_backward)(jax.numpy.ones_like(y), cache)
     assert cache.place.backend.name == "jax"
     np.testing.assert_allclose(dx, np.zeros((3, 4)), atol=1e-7)
+
+
+def test_a_new_seed_compiles_nothing():
+    """A training step has a seed of its own each time; the mask is still that of the other libraries."""
+    from polyattn_jax import _kernel
+
+    x = np.random.default_rng(0).standard_normal((1, 6, 4)).astype(np.float32)
+    before = _kernel._compiled.cache_info().misses
+    for seed in (1, 2, -7):
+        out = pa.attention(x, x, x, dropout=0.5, seed=seed, backend="jax")
+        assert np.allclose(out, pa.attention(x, x, x, dropout=0.5, seed=seed), atol=1e-6)
+    assert _kernel._compiled.cache_info().misses - before <= 1

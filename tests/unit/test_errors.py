@@ -96,6 +96,7 @@ FAULTS = {
     "softcap kind": (attend(softcap="30"), pa.ArgumentError, r"softcap: expected a positive number, got '30'"),
     "dropout": (attend(dropout=1.5), pa.ArgumentError, r"dropout: .* from 0 to 1, got 1.5"),
     "dropout kind": (attend(dropout=None), pa.ArgumentError, r"dropout: .* from 0 to 1, got None"),
+    "seed size": (attend(dropout=0.5, seed=2**64), pa.ArgumentError, r"seed: .* 64 bits, got 18446744073709551616"),
     "seed": (attend(dropout=0.5), pa.ArgumentError, r"seed: expected an integer with dropout.* got None"),
     "causal": (attend(causal=np.ones((6, 6), bool)), pa.ArgumentError, r"causal: .* got ndarray; .* mask="),
     "causal in words": (attend(causal="yes"), pa.ArgumentError, r"causal: expected True or False, got 'yes'"),
@@ -103,10 +104,14 @@ FAULTS = {
     "reduction": (lambda: F.cross_entropy(X, np.array([0, 1]), reduction="max"), pa.ArgumentError, r"reduction: .*max"),
     "eps": (lambda: F.layer_norm(X, eps=-1), pa.ArgumentError, r"eps: expected a number .* got -1"),
     "eps kind": (lambda: F.layer_norm(X, eps="small"), pa.ArgumentError, r"eps: expected a number .* got 'small'"),
+    "layer eps": (lambda: pa.LayerNorm(4, eps="small"), pa.ArgumentError, r"eps: expected a number .* got 'small'"),
     "no parts": (lambda: pa.attention_merge([]), pa.ArgumentError, r"parts: expected a list of \(out, lse\)"),
     "half a part": (lambda: pa.attention_merge([(X,)]), pa.ArgumentError, r"parts\[0\]: expected a pair \(out, lse\)"),
     "init": (lambda: pa.Projection(3, 2, init="ones"), pa.ArgumentError, r"init: .*'ones'"),
     "layer scale": (lambda: pa.MultiHeadAttention(8, 2, scale="big"), pa.ArgumentError, r"scale: .* got 'big'"),
+    "attention layer scale": (
+        lambda: pa.ScaledDotProductAttention(scale="model"), pa.ArgumentError, r"scale: .* got 'model'"
+    ),
     "layer scale nan": (lambda: pa.MultiHeadAttention(8, 2, scale=float("nan")), pa.ArgumentError, r"scale: .* nan"),
     # what is missing
     "no v": (attend(v=None), pa.BackendMismatchError, r"v: expected an array, got NoneType"),
@@ -135,8 +140,14 @@ FAULTS = {
         r"weight: expected \(3, 2\) float64, got \(2, 3\) float64",
     ),
     "no dict": (lambda: pa.Projection(3, 2).with_parameters([X]), pa.CheckpointError, r"parameters: .* got list"),
+    "value length": (
+        lambda: pa.MultiHeadAttention(8, 2, dtype="float64")(Q[0, 0, :3], Q[0, 0, :4], Q[0, 0, :5]),
+        pa.ShapeError, r"value: .*n_k=4 rows, got \(5, 8\)",
+    ),
+    "optimiser dict": (lambda: pa.optim.SGD(0.1).init([X]), pa.CheckpointError, r"params: .* got list"),
+    "copy": (lambda: pa.to_backend(X, "numpy", copy="no"), pa.ArgumentError, r"copy: .* got 'no'"),
     # kernels
-    "kernel": (attend(kernel="fast"), pa.KernelUnsupportedError, r"kernel: .*'fast'.* it has 'plain'"),
+    "kernel": (attend(kernel="fast"), pa.KernelUnsupportedError, r"kernel: .*'fast'.* it has 'tiled', 'plain'"),
 }  # fmt: skip
 
 

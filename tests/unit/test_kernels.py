@@ -120,15 +120,15 @@ def test_a_forced_kernel_runs_or_says_why_not(fussy: Fussy) -> None:
     assert (pa.attention(q, q, q, causal=True, kernel="plain") == 1).all()
     with pytest.raises(pa.KernelUnsupportedError, match="'fussy' does not compute this problem: it is not causal"):
         pa.attention(q, q, q, kernel="fussy")
-    with pytest.raises(pa.KernelUnsupportedError, match="no kernel 'flash'; it has 'fussy', 'plain'"):
+    with pytest.raises(pa.KernelUnsupportedError, match="no kernel 'flash'; it has 'fussy', 'tiled', 'plain'"):
         pa.attention(q, q, q, kernel="flash")
 
 
 def test_explain_names_the_kernel_and_each_refusal(fussy: Fussy) -> None:
     q = np.ones((1, 2, 3), dtype=np.float32)
     found = pa.explain(q, q, q)
-    assert found.kernel == "plain"
-    assert found.refusals == {"fussy": "it is not causal"}
+    assert found.kernel == "tiled"
+    assert found.refusals == {"fussy": "it is not causal", "plain": "it could, but tiled is chosen before it"}
     assert found.forward_flops == 2 * 2 * 2 * (3 + 3)
     assert found.bytes == 4 * 4 * 6
     assert "fussy: it is not causal" in str(found)
@@ -140,6 +140,7 @@ def test_features_of_length_zero_go_to_the_generic_kernel(fussy: Fussy) -> None:
     out, cache = pa.attention_forward(q, q, v, causal=True)
     assert cache.kernel == GENERIC.name
     assert (out == 1).all()
+    assert pa.explain(q, q, v, causal=True).kernel == GENERIC.name
 
 
 def test_the_generic_kernel_supports_everything() -> None:

@@ -153,7 +153,9 @@ def _checked_segments(segment_ids: Any, sizes: Sizes) -> tuple[Array | None, Arr
     if segment_ids is None:
         return None, None
     if not isinstance(segment_ids, tuple | list) or len(segment_ids) != 2:
-        raise ShapeError("segment_ids: expected a pair (query ids (…, n_q), key ids (…, n_k))")
+        raise ShapeError(
+            f"segment_ids: expected a pair (query ids (…, n_q), key ids (…, n_k)), got {type(segment_ids).__name__}"
+        )
     for what, ids, length in zip(("query", "key"), segment_ids, (sizes.n_q, sizes.n_k), strict=True):
         if not hasattr(ids, "dtype") or not is_integer(ids):
             raise DTypeError(f"segment_ids: expected integer {what} ids, got {getattr(ids, 'dtype', type(ids))}")
@@ -216,6 +218,8 @@ def _checked_window(window: Any) -> tuple[int | None, int | None]:
         return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ArgumentError(f"window: expected a pair (left, right), None for unbounded, got {shown(window)}")
+    if any(hasattr(side, "dtype") and not _is_scalar(side) for side in window):
+        raise DTypeError("window: expected Python integers, got an array; what differs from row to row goes into mask=")
     left, right = (None if side is None else _static_integer("window", side, ()) for side in window)
     if any(side is not None and side < 0 for side in (left, right)):
         raise ArgumentError(f"window: expected distances that are not negative, got {shown(window)}")
@@ -243,6 +247,8 @@ def _checked_dropout(dropout: float, seed: Any) -> float:
         raise ArgumentError(f"dropout: expected a probability from 0 to 1, got {shown(dropout)}")
     if 0 < dropout < 1 and seed is None:
         raise ArgumentError("seed: expected an integer with dropout, since the same seed gives the same mask; got None")
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+        raise ArgumentError(f"seed: expected an integer of 64 bits, got {seed}")
     return float(dropout)
 
 

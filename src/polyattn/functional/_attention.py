@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache, Place, dtype_name
-from ..conversion import move, place_of
-from ..errors import BackendMismatchError, DTypeError
+from ..conversion import move
 from ..kernels import GENERIC, Kernel, Problem, cast, choose, expand, named, unbroadcast, wide
 from ._arguments import Settings, checked, make_problem
-from ._operation import Operation, expect_arrays, expect_cache, expect_shape, homeward
+from ._operation import Operation, expect_arrays, expect_cache, homeward, upstream_of
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
 
@@ -33,9 +32,8 @@ class AttentionGrads(NamedTuple):
 def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
     """Choose the kernel, so that the backward runs in the same one."""
     settings: Settings = static["settings"]
-    expect_arrays(v=arrays[2])
     problem = make_problem(place, arrays, settings)
-    kernel = _kernel_for(problem, settings.kernel)
+    kernel = kernel_for(problem, settings.kernel)
     logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, place, kernel.name)
     return {"settings": replace(settings, kernel=kernel.name, device=place.device)}
 
@@ -151,6 +149,7 @@ def attention(
     >>> pa.attention(q, k, v, mask=np.array([True, True, False]))
     array([[0.5, 0.5, 0. ]])
     """
+    expect_arrays(v=v)
     arrays, settings = checked(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
@@ -170,13 +169,14 @@ def attention_forward(
     ``cache.lse`` (…, H, n_q) is the natural logarithm of each row's Σ exp(score), the sink included,
     in float32 or float64; −inf for a row that may attend to nothing.
     """
+    expect_arrays(v=v)
     arrays, settings = checked(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
     out, cache = _operation.record(arrays, {"settings": settings}, backend)
     lse = move(cache.arrays[-1], cache.home, name="lse")
-    return out, replace(cache, lse=lse, kernel=dict(cache.static)["settings"].kernel)
+    return out, replace(cache, lse=lse)
 
 
 def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> AttentionGrads:
@@ -197,22 +197,16 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     dQ = dS K · scale, dK = dSᵀ Q · scale.
     """
     expect_cache(cache, "attention")
-    more = {} if dlse is None else {"dlse": _checked_dlse(dlse, cache)}
+    lse = cache.arrays[-1]
+    more = {}
+    if dlse is not None:
+        more["dlse"] = upstream_of(tuple(lse.shape), dtype_name(lse.dtype), dlse, cache, "dlse")
     grads = _operation.reverse(dout, cache, name="dout", **more)
     return AttentionGrads(*homeward(grads[:5], cache, AttentionGrads))
 
 
-def _checked_dlse(dlse: Array, cache: Cache) -> Array:
-    here, lse = place_of({"dlse": dlse}), cache.arrays[-1]
-    if here.backend is not cache.home.backend:
-        raise BackendMismatchError(f"dlse: expected an array like the inputs, on {cache.home}, got one on {here}")
-    expect_shape("dlse", dlse, tuple(lse.shape))
-    if dtype_name(dlse.dtype) != dtype_name(lse.dtype):
-        raise DTypeError(f"dlse: expected {dtype_name(lse.dtype)}, the dtype of lse, got {dtype_name(dlse.dtype)}")
-    return move(dlse, cache.place, name="dlse", home=here)
-
-
-def _kernel_for(problem: Problem, name: str | None) -> Kernel:
+def kernel_for(problem: Problem, name: str | None) -> Kernel:
+    """Return the kernel that computes a problem."""
     # Features of length zero are legal, but no fast kernel need know them.
     odd = name is None and 0 in (problem.sizes.d_k, problem.sizes.d_v)
     return GENERIC if odd else choose(problem.backend.kernels, problem, name)

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 from ..backend import Array
 from ..errors import ArgumentError
-from ..kernels import cast, wide, widen
+from ..kernels import cast, merge, wide, widen
 from ._operation import embark, expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
 
 __all__ = ["attention_merge"]
-
-
-def merge(xp: Any, a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return the result over the union of two key sets, in float32 at least."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    largest = xp.maximum(lse_a, lse_b)
-    empty = xp.equal(largest, -math.inf)
-    largest = xp.where(empty, xp.zeros_like(largest), largest)
-    weight_a, weight_b = xp.exp(lse_a - largest), xp.exp(lse_b - largest)
-    total = weight_a + weight_b
-    total = xp.where(empty, xp.ones_like(total), total)  # log 0 is put in by hand, without its derivative
-    lse = xp.where(empty, xp.full_like(total, -math.inf), largest + xp.log(total))
-    out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
-    return out, lse
 
 
 def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:

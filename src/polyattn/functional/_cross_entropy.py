@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
-from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_integer
+from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_integer, shown
 
 __all__ = ["CrossEntropyGrads", "cross_entropy", "cross_entropy_backward", "cross_entropy_forward"]
 
@@ -30,11 +31,8 @@ def forward(
     zero = xp.zeros_like(wide)
     shifted = wide - xp.max(wide, axis=-1, keepdims=True)
     log_p = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))  # (…, classes)
-    chosen = xp.equal(labels[..., None], _classes(backend, logits, labels))  # (…, classes)
-    if ignore_index is not None:
-        chosen = xp.logical_and(chosen, xp.not_equal(labels, ignore_index)[..., None])
-    weights = zero + 1 if weight is None else zero + widen(xp, weight)
-    hot = xp.where(chosen, weights, zero)  # (…, classes)
+    chosen = _chosen(backend, logits, labels, ignore_index)  # (…, classes)
+    hot = _hot(xp, chosen, weight, wide)  # (…, classes)
     # Where nothing is chosen, or with weight zero, the loss is zero even if the probability underflows to log 0.
     loss = -xp.sum(xp.where(xp.equal(hot, 0), zero, hot * log_p), axis=-1)  # (…)
     total = None
@@ -43,7 +41,7 @@ def forward(
         loss = xp.sum(loss) / total
     elif reduction == "sum":
         loss = xp.sum(loss)
-    return cast(xp, loss, logits.dtype), (log_p, chosen, hot, loss, total, weight)
+    return cast(xp, loss, logits.dtype), (log_p, chosen, loss, total, weight)
 
 
 def backward(
@@ -51,7 +49,8 @@ def backward(
 ) -> tuple[Array, None, Array | None]:
     """Return w · (softmax − one-hot) · dy for the logits, and Σ (loss − mean) · dy for each class's weight."""
     xp = backend.namespace()
-    log_p, chosen, hot, loss, total, weight = saved
+    log_p, chosen, loss, total, weight = saved
+    hot = _hot(xp, chosen, weight, log_p)  # (…, classes)
     dloss = widen(xp, dy)
     if reduction == "mean":
         dloss = dloss / total
@@ -59,13 +58,20 @@ def backward(
         dloss = dloss[..., None]
     # loss = −Σ hot · log p
     dlogits = (xp.exp(log_p) * xp.sum(hot, axis=-1, keepdims=True) - hot) * dloss  # (…, classes)
-    dlogits = cast(xp, dlogits, dy.dtype)
+    counted = xp.any(chosen, axis=-1, keepdims=True)  # (…, 1): what stands in another row reaches nothing
+    dlogits = cast(xp, xp.where(counted, dlogits, xp.zeros_like(dlogits)), dy.dtype)
     if weight is None:
         return dlogits, None, None
     dhot = (-log_p - loss if reduction == "mean" else -log_p) * dloss  # (…, classes)
     rows = tuple(range(log_p.ndim - 1))
     dweight = xp.sum(xp.where(chosen, dhot, xp.zeros_like(dhot)), axis=rows)  # (classes,)
     return dlogits, None, cast(xp, dweight, weight.dtype)
+
+
+def _hot(xp: Any, chosen: Array, weight: Array | None, like: Array) -> Array:
+    """Return the weight of its class where a label is, else zero."""
+    weights = xp.ones_like(like) if weight is None else xp.broadcast_to(cast(xp, weight, like.dtype), like.shape)
+    return xp.where(chosen, weights, xp.zeros_like(like))
 
 
 _operation = Operation("cross_entropy", forward, backward)
@@ -92,7 +98,7 @@ def cross_entropy(
     weight : array (classes,), optional
         A weight for each class, in the dtype of the logits.
     ignore_index : int, optional
-        Samples with this label count for nothing.
+        Samples with this label count for nothing, whatever their logits are.
     reduction : {"mean", "sum", "none"}
         "mean" divides by the summed weights of the samples that count; where none does, it is NaN.
 
@@ -134,9 +140,16 @@ def cross_entropy_backward(dy: Array, cache: Cache) -> CrossEntropyGrads:
     return _operation.pull(dy, cache, CrossEntropyGrads)
 
 
-def _classes(backend: Backend, logits: Array, labels: Array) -> Array:
+def _chosen(backend: Backend, logits: Array, labels: Array, ignore_index: int | None) -> Array:
+    """Return which class each label names, (…, classes); no class where the label is out of range or ignored."""
+    xp, classes = backend.namespace(), logits.shape[-1]
+    # A narrow type may not hold the number of classes, and not every library compares unsigned ones.
+    labels = cast(xp, labels, xp.int64 if dtype_name(labels.dtype).endswith("64") else xp.int32)
     device = backend.native_device(backend.device_of(logits))
-    return backend.namespace().arange(logits.shape[-1], dtype=labels.dtype, device=device)
+    chosen = xp.equal(labels[..., None], xp.arange(classes, dtype=labels.dtype, device=device))
+    if ignore_index is None or not 0 <= ignore_index < classes:
+        return chosen
+    return xp.logical_and(chosen, xp.not_equal(labels, ignore_index)[..., None])
 
 
 def _check(
@@ -154,6 +167,8 @@ def _check(
         expect_shape("weight", weight, (classes,))
     if reduction not in ("mean", "sum", "none"):
         raise ArgumentError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral)):
+        raise DTypeError(f"ignore_index: expected an integer or None, got {shown(ignore_index)}")
     backend = owner(labels, "labels")
     if backend.on_host(labels):
         values = backend.to_numpy(labels)

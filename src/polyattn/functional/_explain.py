@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..backend import Array
-from ..conversion import destination, place_of
-from ..kernels import candidates, choose, dtype_name
+from ..backend import Array, Place
+from ..conversion import destination, permit, place_of
+from ..kernels import candidates, dtype_name
 from ..selection import selected
 from ._arguments import checked, make_problem
+from ._attention import kernel_for
+from ._operation import is_floating
 
 __all__ = ["Explanation", "explain"]
 
@@ -18,7 +21,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found. ``refusals`` has every kernel that would not run, with its reason."""
+    """What :func:`explain` found. ``refusals`` has every other kernel, with the reason why it would not run."""
 
     backend: str
     device: str | None
@@ -74,13 +77,14 @@ def explain(
     )  # fmt: skip
     home, selection = place_of(arrays), selected(backend)
     place = home if selection is None else destination(home, selection.backend, selection.device)
+    if place != home:
+        _expect_movable(arrays, home, place)
     problem = make_problem(place, tuple(arrays.values()), settings)
-    chosen = choose(place.backend.kernels, problem, kernel)
+    chosen = kernel_for(problem, kernel)
     refusals = {}
     for candidate in candidates(place.backend.kernels):
-        reason = candidate.supports(problem)
-        if candidate is not chosen and reason is not None:
-            refusals[candidate.name] = reason
+        if candidate is not chosen:
+            refusals[candidate.name] = candidate.supports(problem) or f"it could, but {chosen.name} is chosen before it"
     sizes = settings.sizes
     flops = 2 * math.prod(sizes.scores) * (sizes.d_k + sizes.d_v)
     results = math.prod(sizes.scores[:-1]) * sizes.d_v
@@ -89,3 +93,12 @@ def explain(
         place.backend.name, place.device, None if place == home else str(home), chosen.name, refusals,
         flops, flops * 5 // 2, elements * ITEMSIZE[dtype_name(q.dtype)],
     )  # fmt: skip
+
+
+def _expect_movable(arrays: Mapping[str, Array | None], home: Place, place: Place) -> None:
+    """Raise what moving the arrays of the call would raise."""
+    for name, x in arrays.items():
+        if x is not None:
+            permit(x, name, home, place)
+            if is_floating(x):
+                place.backend.dtype(dtype_name(x.dtype))

@@ -15,6 +15,7 @@ __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
 CUBIC = 0.044715
 ROOT = math.sqrt(2 / math.pi)
+FAR = 1e3  # there tanh is ±1 to the last digit, and long has been
 
 
 class GeluGrads(NamedTuple):
@@ -43,6 +44,7 @@ def _distribution(xp: Any, x: Array, approximate: str) -> tuple[Array, Array]:
     """Return Φ(x) and its derivative."""
     if approximate == "none":
         return erfc(xp, x * -math.sqrt(0.5)) / 2, xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
+    x = xp.clip(x, -FAR, FAR)  # its cube stays finite
     tanh = xp.tanh(ROOT * (x + CUBIC * x * x * x))
     return (1 + tanh) / 2, (1 - tanh * tanh) * (ROOT / 2) * (1 + 3 * CUBIC * x * x)
 

@@ -98,12 +98,10 @@ class Operation:
         native, settings = trip.place.backend, self._settled(trip, static)
 
         def forward(*xs: Array) -> tuple[Array, tuple[Any, ...]]:
-            with native.scope():
-                return self.forward(native, *xs, **settings)
+            return self.forward(native, *xs, **settings)
 
         def backward(dy: Array, saved: Any) -> tuple[Any, ...]:
-            with native.scope():
-                return self.backward(native, dy, saved, **settings)
+            return self.backward(native, dy, saved, **settings)
 
         return trip.back(native.differentiable(forward, backward)(*trip.arrays, *parameters), self.name)
 
@@ -136,10 +134,11 @@ def wait(arrays: tuple[Any, ...], place: Place, home: Place) -> None:
         place.backend.synchronize(*(x for x in arrays if x is not None))
 
 
-def make_cache(name: str, y: Array, saved: tuple[Any, ...], static: dict[str, Any], trip: Trip, **more: Any) -> Cache:
+def make_cache(name: str, y: Array, saved: tuple[Any, ...], static: dict[str, Any], trip: Trip) -> Cache:
     """Return a cache that also remembers what ``dy`` has to look like."""
     facts = {**static, "y_shape": tuple(y.shape), "y_dtype": dtype_name(y.dtype)}
-    return Cache(name, saved, tuple(facts.items()), trip.place, trip.home, **more)
+    kernel = getattr(static.get("settings"), "kernel", None)
+    return Cache(name, saved, tuple(facts.items()), trip.place, trip.home, kernel)
 
 
 def settings_of(cache: Cache) -> dict[str, Any]:
@@ -151,20 +150,30 @@ def upstream(dy: Array, cache: Cache, op: str, name: str = "dy") -> Array:
     """Check an upstream gradient against its cache, and move it to where the backward runs."""
     expect_cache(cache, op)
     facts = dict(cache.static)
+    return upstream_of(facts["y_shape"], facts["y_dtype"], dy, cache, name)
+
+
+def upstream_of(shape: tuple[int, ...], dtype: str, dy: Array, cache: Cache, name: str) -> Array:
+    """Check the gradient of a result of that shape and dtype, and move it to where the backward runs."""
     here = place_of({name: dy})
     if here.backend is not cache.home.backend or (None not in (here.device, cache.home.device) and here != cache.home):
         raise BackendMismatchError(f"{name}: expected an array like the inputs, on {cache.home}, got one on {here}")
-    expect_shape(name, dy, facts["y_shape"])
-    if dtype_name(dy.dtype) != facts["y_dtype"]:
-        raise DTypeError(f"{name}: expected {facts['y_dtype']}, the result's dtype, got {dtype_name(dy.dtype)}")
+    expect_shape(name, dy, shape)
+    if dtype_name(dy.dtype) != dtype:
+        raise DTypeError(f"{name}: expected {dtype}, the result's dtype, got {dtype_name(dy.dtype)}")
     return move(dy, cache.place, name=name, home=here)
 
 
 def expect_cache(cache: Cache, op: str) -> None:
     """Require the cache of an operation's own forward."""
     if not isinstance(cache, Cache) or cache.op != op:
-        got = f"the cache of {cache.op}_forward" if isinstance(cache, Cache) else type(cache).__name__
-        raise BackendMismatchError(f"cache: expected the cache of {op}_forward, got {got}")
+        got = f"the cache of {_forward_of(cache.op)}" if isinstance(cache, Cache) else type(cache).__name__
+        raise BackendMismatchError(f"cache: expected the cache of {_forward_of(op)}, got {got}")
+
+
+def _forward_of(op: str) -> str:
+    """Return how the caller writes an operation's forward: a layer's, which has a class name, is a method."""
+    return f"{op}.forward" if op[0].isupper() else f"{op}_forward"
 
 
 def homeward(dxs: tuple[Any, ...], cache: Cache, grads: Any) -> tuple[Any, ...]:
@@ -213,7 +222,8 @@ def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
 def expect_rank(name: str, x: Array, rank: int) -> None:
     """Require at least so many axes."""
     if _array(name, x).ndim < rank:
-        raise ShapeError(f"{name}: expected at least {rank} axes, got shape {tuple(x.shape)}")
+        least = "1 axis" if rank == 1 else f"{rank} axes"
+        raise ShapeError(f"{name}: expected at least {least}, got shape {tuple(x.shape)}")
 
 
 def expect_arrays(**arrays: Array) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast, wide, widen
 from ._choice import GENERIC, candidates, choose, named
+from ._merge import merge
 from ._problem import Kernel, Problem, Sizes
+from ._tiled import TiledKernel
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -16,11 +18,13 @@ __all__ = [
     "Kernel",
     "Problem",
     "Sizes",
+    "TiledKernel",
     "candidates",
     "cast",
     "choose",
     "dtype_name",
     "expand",
+    "merge",
     "named",
     "unbroadcast",
     "wide",

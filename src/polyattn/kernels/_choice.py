@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from ..errors import KernelUnsupportedError
 from ._plain import PlainKernel
 from ._problem import Kernel, Problem
+from ._tiled import TiledKernel
 
-GENERIC: Kernel = PlainKernel()
+GENERIC: Kernel = TiledKernel()
+PLAIN: Kernel = PlainKernel()
 
 
 def candidates(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
-    """Return a backend's kernels with the generic one behind them."""
-    return (*kernels, GENERIC)
+    """Return a backend's kernels, the generic one, and the plain one, which runs only where it is asked for."""
+    return (*kernels, GENERIC, PLAIN)
 
 
 def named(kernels: Sequence[Kernel], name: str) -> Kernel:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ._arrays import Array, dtype_name
+from ._arrays import Array, cast, dtype_name
 from ._problem import Problem
 
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -24,9 +24,13 @@ ROUNDS = 13
 def keep_mask(problem: Problem) -> Array:
     """Return which weights dropout keeps, boolean ``(…, H, n_q, n_k)``."""
     xp, sizes, device = problem.xp, problem.sizes, problem.native_device
-    rows = math.prod(sizes.scores[:-1])
-    row = xp.arange(rows, dtype=xp.int32, device=device)[:, None]  # (rows, 1)
-    block = xp.arange(-(-sizes.n_k // 4), dtype=xp.int32, device=device)[None, :]  # (1, blocks)
+    rows, heads = math.prod(sizes.scores[:-1]), math.prod(sizes.scores[:-2])
+    head = xp.arange(heads, dtype=xp.int32, device=device)[:, None] * (problem.rows or sizes.n_q)
+    row = xp.add(head, _count(problem, sizes.n_q, problem.origin[0])[None, :])  # (batch·H, n_q)
+    row = xp.reshape(row, (rows, 1))
+    key = problem.origin[1]
+    first = key // 4 if isinstance(key, int) else xp.bitwise_right_shift(key, xp.full_like(key, 2))
+    block = _count(problem, -(-sizes.n_k // 4), first)[None, :]  # (1, blocks)
     words = threefry(xp, *_key(problem), *xp.broadcast_arrays(row, block))
     lanes = [half for word in words for half in (word & 0xFFFF, (word >> 16) & 0xFFFF)]
     lane = xp.reshape(xp.stack(lanes, axis=-1), (rows, -1))[:, : sizes.n_k]  # (rows, n_k)
@@ -51,6 +55,13 @@ def threefry(xp: Any, key0: Array, key1: Array, x0: Array, x1: Array, rounds: in
     return x0, x1
 
 
+def _count(problem: Problem, length: int, start: int | Array) -> Array:
+    """Return start, start + 1, …: ``length`` of them."""
+    xp: Any = problem.xp
+    count = xp.arange(length, dtype=xp.int32, device=problem.native_device)
+    return count + start if isinstance(start, int) else xp.add(count, start)
+
+
 def _key(problem: Problem) -> tuple[Array, Array]:
     """Return the seed's low and high 32 bits as int32 arrays that broadcast against ``(rows, blocks)``."""
     xp, seed = problem.xp, problem.seed
@@ -59,11 +70,14 @@ def _key(problem: Problem) -> tuple[Array, Array]:
         signed = (half - (1 << 32) if half >= 1 << 31 else half for half in halves)
         low, high = (xp.asarray([[half]], dtype=xp.int32, device=problem.native_device) for half in signed)
         return low, high
-    seed = xp.reshape(seed, (1, 1))
-    if dtype_name(seed.dtype) in ("int64", "uint64"):
+    seed, name = xp.reshape(seed, (1, 1)), dtype_name(seed.dtype)
+    if name in ("int64", "uint64"):
+        seed = cast(xp, seed, xp.int64)  # the same bits; torch has no shift for uint64
         mask = xp.full_like(seed, 0xFFFFFFFF)
         halves_ = (xp.bitwise_and(xp.bitwise_right_shift(seed, xp.full_like(seed, s)), mask) for s in (0, 32))
         low, high = (xp.astype(xp.where(h >= 2**31, h - 2**32, h), xp.int32) for h in halves_)
         return low, high
-    seed = xp.astype(seed, xp.int32)
+    seed = cast(xp, seed, xp.int32)
+    if name == "uint32":
+        return seed, xp.zeros_like(seed)
     return seed, xp.bitwise_right_shift(seed, xp.full_like(seed, 31))  # the sign, as in a 64-bit seed

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ._arrays import Array, dtype_name
+from ._arrays import Array, cast, dtype_name
 from ._problem import Problem
 
-LIMIT = 2**30  # positions are int32, which every library computes with; sums of two of these still fit
+LIMIT = 2**29  # positions are int32, which every library computes with; sums of three of these still fit
 
 
 def allowed(problem: Problem) -> Array | None:
@@ -30,11 +30,13 @@ def allowed(problem: Problem) -> Array | None:
         right = 0 if right is None else min(right, 0)
     if left is not None or right is not None:
         row = xp.arange(n_q, dtype=xp.int32, device=problem.native_device)[:, None]  # (n_q, 1)
-        query = xp.add(row, _per_batch(problem, problem.q_offset))  # (…, 1, n_q, 1)
+        ahead = xp.subtract(key, row)  # (n_q, n_k); a key's position less its query's is this less the offset
         if right is not None:
-            conditions.append(xp.less_equal(key, xp.add(query, _scalar(problem, right))))
+            most = shifted(problem, problem.q_offset, plus=right, minus=0)
+            conditions.append(xp.less_equal(ahead, _per_batch(problem, most)))  # (…, 1, n_q, n_k)
         if left is not None:
-            conditions.append(xp.greater_equal(key, xp.subtract(query, _scalar(problem, left))))
+            least = shifted(problem, problem.q_offset, plus=0, minus=left)
+            conditions.append(xp.greater_equal(ahead, _per_batch(problem, least)))
     if problem.q_segments is not None and problem.k_segments is not None:
         q_ids = problem.q_segments[..., None, :, None]  # (…, 1, n_q, 1)
         k_ids = problem.k_segments[..., None, None, :]  # (…, 1, 1, n_k)
@@ -47,6 +49,15 @@ def allowed(problem: Problem) -> Array | None:
     return xp.reshape(result, (*(1,) * (2 - result.ndim), *result.shape)) if result.ndim < 2 else result
 
 
+def shifted(problem: Problem, value: int | Array, *, plus: int | Array, minus: int | Array) -> int | Array:
+    """Return ``value + plus − minus``: an integer if all are, else int32."""
+    if isinstance(value, int) and isinstance(plus, int) and isinstance(minus, int):
+        return value + plus - minus
+    xp: Any = problem.xp
+    value, plus, minus = (_int32(problem, x) for x in (value, plus, minus))
+    return xp.subtract(xp.add(value, plus), minus)
+
+
 def _scalar(problem: Problem, value: int) -> Array:
     clipped = max(-LIMIT, min(LIMIT, value))
     return problem.xp.asarray(clipped, dtype=problem.xp.int32, device=problem.native_device)
@@ -54,9 +65,16 @@ def _scalar(problem: Problem, value: int) -> Array:
 
 def _per_batch(problem: Problem, value: int | Array) -> Array:
     """Return an integer, or integers over the batch axes, as an int32 array that broadcasts against the scores."""
+    return _int32(problem, value)[..., None, None, None]  # (…, 1, 1, 1)
+
+
+def _int32(problem: Problem, value: int | Array) -> Array:
+    """Return an integer or integers as an int32 array, those out of its reach moved to its ends."""
     if isinstance(value, int):
         return _scalar(problem, value)
     xp: Any = problem.xp
-    if dtype_name(value.dtype) in ("int64", "uint64", "uint32"):
-        value = xp.clip(value, None if dtype_name(value.dtype)[0] == "u" else -LIMIT, LIMIT)
-    return xp.astype(value, xp.int32)[..., None, None, None]  # (…, 1, 1, 1)
+    name = dtype_name(value.dtype)
+    value = cast(xp, value, xp.int64 if name.endswith("64") else xp.int32)  # torch hardly computes with unsigned ones
+    if name in ("uint32", "uint64"):  # what was too large for the signed type is below zero now
+        value = xp.where(xp.less(value, 0), xp.full_like(value, LIMIT), value)
+    return cast(xp, xp.clip(value, -LIMIT, LIMIT), xp.int32)

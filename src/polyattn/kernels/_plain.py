@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ._arrays import Array, cast, expand, unbroadcast, widen
+from ._arrays import Array, cast, dtype_name, expand, unbroadcast, widen
 from ._dropout import keep_mask
 from ._exclusion import matmul_excluding
 from ._masks import allowed as allowed_pairs
+from ._merge import Sums
 from ._problem import Problem
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 class _Scores(NamedTuple):
@@ -34,11 +37,7 @@ class PlainKernel:
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
         """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
         xp = problem.xp
-        q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
-        scores, _, allowed = attention_scores(q_, k_, problem)  # (…, H, n_q, n_k)
-        exp, total, largest = exponentials(scores, allowed, problem)
-        out = matmul_excluding(problem.backend, dropped(exp, problem), v_, allowed) / nonzero(xp, total)
-        lse = xp.squeeze(xp.log(total) + largest, axis=-1)  # (…, H, n_q)
+        out, lse = finished(xp, sums(q, k, v, problem))
         return cast(xp, out, q.dtype), expand(xp, lse, problem.sizes.scores[:-1])
 
     def backward(
@@ -56,7 +55,7 @@ class PlainKernel:
         dv = matmul_excluding(problem.backend, kept, dout, transposed(xp, allowed))  # (…, H, n_k, d_v)
         dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)  # (…, H, n_q, n_k)
         # weights = softmax(scores): its Jacobian, with rowsum(weights · dweights) = rowsum(dout · out)
-        shift = -xp.sum(dout * out, axis=-1)  # (…, H, n_q)
+        shift = -row_sum(xp, dout, out)  # (…, H, n_q)
         if dlse is not None:
             shift = shift + widen(xp, dlse)
         dscores = weights * (dweights + shift[..., None])
@@ -68,6 +67,21 @@ class PlainKernel:
         return dq, dk, dv, dbias, dsinks
 
 
+def sums(q: Array, k: Array, v: Array, problem: Problem) -> Sums:
+    """Return what a set of keys adds to each row: Σ exp(score) v and Σ exp(score), in units of the largest."""
+    xp = problem.xp
+    q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
+    scores, _, allowed = attention_scores(q_, k_, problem)  # (…, H, n_q, n_k)
+    exp, total, largest = exponentials(scores, allowed, problem)
+    return Sums(matmul_excluding(problem.backend, dropped(exp, problem), v_, allowed), total, largest)
+
+
+def finished(xp: Any, row: Sums) -> tuple[Array, Array]:
+    """Return the weighted mean, divided once, and the log of the denominator."""
+    out = row.out / nonzero(xp, row.total)  # (…, H, n_q, d_v)
+    return out, xp.squeeze(xp.log(row.total) + row.largest, axis=-1)  # (…, H, n_q)
+
+
 def attention_scores(q: Array, k: Array, problem: Problem) -> _Scores:
     """Return the scores ``(…, H, n_q, n_k)``, −inf exactly where a pair is excluded."""
     xp = problem.xp
@@ -75,7 +89,7 @@ def attention_scores(q: Array, k: Array, problem: Problem) -> _Scores:
     if problem.softcap is not None:
         capped = scores = xp.tanh(scores / problem.softcap) * problem.softcap
     if problem.bias is not None:
-        scores = scores + cast(xp, problem.bias, scores.dtype)
+        scores = scores + narrowed(xp, problem.bias, scores.dtype)
     allowed = allowed_pairs(problem)
     if allowed is not None:
         scores = xp.where(allowed, scores, xp.full_like(scores, -math.inf))
@@ -147,6 +161,20 @@ def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
     """Sum the score gradient over the axes along which the bias was broadcast."""
     bias = problem.bias
     return None if bias is None else cast(problem.xp, unbroadcast(problem.xp, dscores, bias.shape), bias.dtype)
+
+
+def row_sum(xp: Any, dout: Array, out: Array) -> Array:
+    """Return Σ dout · out of each row; 0 in an empty one, whose upstream, NaN or not, moves no sink."""
+    empty = xp.all(xp.equal(out, 0), axis=-1)
+    total = xp.sum(dout * out, axis=-1)
+    return xp.where(empty, xp.zeros_like(total), total)
+
+
+def narrowed(xp: Any, bias: Array, dtype: Any) -> Array:
+    """Return the bias in the dtype of the scores; what is finite stays so, since only −inf excludes."""
+    if dtype_name(bias.dtype) == "float64" != dtype_name(dtype):
+        bias = xp.where(xp.isfinite(bias), xp.clip(bias, -FLOAT32_MAX, FLOAT32_MAX), bias)
+    return cast(xp, bias, dtype)
 
 
 def sinks_gradient(shift: Array, lse: Array, problem: Problem) -> Array | None:

@@ -55,6 +55,10 @@ class Problem:
     sinks: Array | None = None
     q_segments: Array | None = None
     k_segments: Array | None = None
+    origin: tuple[int | Array, int | Array] = (0, 0)
+    """Where this problem's queries and keys start, if it is a tile; keys at a multiple of 4. Dropout counts from it."""
+    rows: int | None = None
+    """The queries of the whole problem, if this is a tile of it."""
 
     @property
     def xp(self) -> Any:

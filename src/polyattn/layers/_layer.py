@@ -142,16 +142,14 @@ class Layer:
         if not isinstance(parameters, Mapping):
             raise CheckpointError(f"parameters: expected a dict of arrays by name, got {type(parameters).__name__}")
         missing = [name for name in self._parameters if name not in parameters]
-        unexpected = [name for name in parameters if name not in self._parameters]
+        unexpected = sorted(str(name) for name in parameters if name not in self._parameters)
         misfits = [
             f"{name}: expected {tuple(mine.shape)} {self.dtype}, got {_outline(parameters[name])}"
             for name, mine in self._parameters.items()
             if name in parameters and _outline(parameters[name]) != f"{tuple(mine.shape)} {self.dtype}"
         ]
         faults = [
-            f"{what} {', '.join(map(str, names))}"
-            for what, names in (("missing", missing), ("unexpected", unexpected))
-            if names
+            f"{what} {_listed(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         if faults or misfits:
             raise CheckpointError(f"parameters do not fit {type(self).__name__}: {'; '.join([*faults, *misfits])}")
@@ -209,6 +207,10 @@ def _checked_dtype(dtype: Any) -> str:
     if name not in FLOAT_DTYPES:
         raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {dtype!r}")
     return name
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _outline(x: Any) -> str:

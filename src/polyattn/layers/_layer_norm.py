@@ -9,7 +9,7 @@ import numpy as np
 from ..backend import Array, Cache
 from ..errors import ArgumentError, ShapeError
 from ..functional._layer_norm import _operation as layer_norm
-from ..functional._operation import expect_rank
+from ..functional._operation import expect_rank, is_number
 from ._initial import expect_size
 from ._layer import Layer
 
@@ -56,8 +56,8 @@ class LayerNorm(Layer):
         backend: str | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
         expect_size(features=features)
-        if not eps >= 0:
-            raise ArgumentError(f"eps: expected a number that is not negative, got {eps}")
+        if not is_number(eps) or not eps >= 0:
+            raise ArgumentError(f"eps: expected a number that is not negative, got {eps!r}")
         self.features, self.eps, self.bias = features, float(eps), bool(bias)
         parameters = {"weight": np.ones(features)}
         if bias:

@@ -37,16 +37,16 @@ class _Outline:
 
 def forward(
     backend: Backend, query: Array, key: Array | None, value: Array | None, *rest: Array, settings: Settings,
-    heads: int, kv_heads: int,
+    heads: int, kv_heads: int, value_is_query: bool,
 ) -> tuple[Array, tuple[Any, ...]]:  # fmt: skip
-    """Project, split into heads, attend, join the heads, project. A key that is None is the query, a value the key."""
+    """Project, split into heads, attend, join the heads, project."""
     xp, extras, parameters = backend.namespace(), rest[:EXTRAS], rest[EXTRAS:]
     q_w, k_w, v_w, out_w, q_b, k_b, v_b, out_b = parameters
+    of_key, of_value = sources(query, key, value, value_is_query)
     q, _ = _linear.forward(backend, query, q_w, q_b)  # (…, n_q, H·d_k)
-    k, _ = _linear.forward(backend, first(key, query), k_w, k_b)  # (…, n_k, H_kv·d_k)
-    v, _ = _linear.forward(backend, first(value, key, query), v_w, v_b)  # (…, n_k, H_kv·d_v)
+    k, _ = _linear.forward(backend, of_key, k_w, k_b)  # (…, n_k, H_kv·d_k)
+    v, _ = _linear.forward(backend, of_value, v_w, v_b)  # (…, n_k, H_kv·d_v)
     q, k, v = split_heads(xp, q, heads), split_heads(xp, k, kv_heads), split_heads(xp, v, kv_heads)
-    settings = _settled(backend, (q, k, v, *extras), settings)
     out, attention_saved = _attention.forward(backend, q, k, v, *extras, settings=settings)  # (…, H, n_q, d_v)
     y, _ = _linear.forward(backend, join_heads(xp, out), out_w, out_b)  # (…, n_q, d_model)
     return y, (query, key, value, *parameters, *attention_saved)
@@ -54,11 +54,11 @@ def forward(
 
 def backward(
     backend: Backend, dy: Array, saved: tuple[Any, ...], *, settings: Settings, heads: int, kv_heads: int,
+    value_is_query: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Reverse each line; the gradients of query, key and value, then attention's, then the parameters'."""
     xp, (query, key, value), parameters, attention_saved = backend.namespace(), saved[:3], saved[3:11], saved[11:]
     q_w, k_w, v_w, out_w, q_b, k_b, v_b, out_b = parameters
-    settings = _settled(backend, attention_saved[: len(ARRAYS)], settings)
     # y = join(out) W + b
     out = attention_saved[-2]
     djoined, dout_w, dout_b = _linear.backward(backend, dy, (join_heads(xp, out), out_w, out_b))
@@ -66,22 +66,24 @@ def backward(
     dq, dk, dv, *dextras = _attention.backward(backend, dout, attention_saved, settings=settings)
     # q, k, v = query W + b, key W + b, value W + b
     dq, dk, dv = join_heads(xp, dq), join_heads(xp, dk), join_heads(xp, dv)
+    of_key, of_value = sources(query, key, value, value_is_query)
     dquery, dq_w, dq_b = _linear.backward(backend, dq, (query, q_w, q_b))
-    dkey, dk_w, dk_b = _linear.backward(backend, dk, (first(key, query), k_w, k_b))
-    dvalue, dv_w, dv_b = _linear.backward(backend, dv, (first(value, key, query), v_w, v_b))
+    dkey, dk_w, dk_b = _linear.backward(backend, dk, (of_key, k_w, k_b))
+    dvalue, dv_w, dv_b = _linear.backward(backend, dv, (of_value, v_w, v_b))
     # An input has the sum over the paths that used it.
-    if value is None and key is not None:
-        dkey, dvalue = dkey + dvalue, None
-    if value is None and key is None:
+    if value is None and value_is_query:
         dquery, dvalue = dquery + dvalue, None
+    elif value is None:
+        dkey, dvalue = dkey + dvalue, None
     if key is None:
         dquery, dkey = dquery + dkey, None
     return (dquery, dkey, dvalue, *dextras, dq_w, dk_w, dv_w, dout_w, dq_b, dk_b, dv_b, dout_b)
 
 
-def first(*arrays: Array | None) -> Array:
-    """Return the first array that was given."""
-    return next(x for x in arrays if x is not None)
+def sources(query: Array, key: Array | None, value: Array | None, value_is_query: bool) -> tuple[Array, Array]:
+    """Return what keys and values are made of: a key that is None is the query, a value the query or the key."""
+    key = query if key is None else key
+    return key, value if value is not None else query if value_is_query else key
 
 
 def split_heads(xp: Any, x: Array, heads: int) -> Array:
@@ -98,14 +100,20 @@ def join_heads(xp: Any, x: Array) -> Array:
     return xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
 
 
-def _settled(backend: Backend, arrays: tuple[Any, ...], settings: Settings) -> Settings:
-    """Choose the kernel: the same for the same problem, so that the backward finds the forward's."""
-    settled: Settings = _attention.prepare(Place(backend, settings.device), arrays, {"settings": settings})["settings"]
-    return settled
+def _expect_matching(query: Array, key: Array, value: Array) -> None:
+    """Require what attention requires of q, k and v, under the names and in the shapes that the caller knows."""
+    if value.shape[-2] != key.shape[-2]:
+        raise ShapeError(f"value: expected key's n_k={key.shape[-2]} rows, got {tuple(value.shape)}")
+    try:
+        np.broadcast_shapes(*(tuple(x.shape[:-2]) for x in (query, key, value)))
+    except ValueError:
+        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
 
 
-def _with_device(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
-    return {**static, "settings": replace(static["settings"], device=place.device)}
+def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
+    """Choose the attention kernel, from the problem's sizes and the inputs' dtype."""
+    return {**static, **_attention.prepare(place, arrays, {"settings": static["settings"]})}
 
 
 class MultiHeadAttention(Layer):
@@ -156,7 +164,7 @@ class MultiHeadAttention(Layer):
     ((2, 5, 16), (2, 5, 16), (16, 16))
     """
 
-    _operation = Operation("MultiHeadAttention", forward, backward, _with_device)
+    _operation = Operation("MultiHeadAttention", forward, backward, prepare)
     _slots = (*(f"{name}.weight" for name in PROJECTIONS), *(f"{name}.bias" for name in PROJECTIONS))
 
     def __init__(
@@ -228,10 +236,11 @@ class MultiHeadAttention(Layer):
         native, parameters = self._place.backend, self._parameters
         settings = replace(static["settings"], device=self._place.device)
         query, key, _, *extras = trip.arrays
+        of_key, _ = sources(query, key, None, False)
         xp = native.namespace()
         with native.scope():
             heads = []
-            for name, x, count in (("q", query, self.num_heads), ("k", first(key, query), self.num_kv_heads)):
+            for name, x, count in (("q", query, self.num_heads), ("k", of_key, self.num_kv_heads)):
                 weight, bias = parameters[f"{name}_proj.weight"], parameters.get(f"{name}_proj.bias")
                 heads.append(split_heads(xp, _linear.forward(native, x, weight, bias)[0], count))
             weights, _ = _attention_weights.forward(native, *heads, None, *extras, settings=settings)
@@ -259,22 +268,28 @@ class MultiHeadAttention(Layer):
         expect_keywords(type(self).__name__, arguments, "scale")
         expect_rank("query", query, 2)
         key = None if key is query else key
-        value = None if value is first(key, query) else value
+        of_key, of_value = sources(query, key, value, False)
+        value_is_query = of_value is query
+        value = None if value_is_query or of_value is of_key else value
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x is not None:
                 self._expect_dtype(**{name: x})
                 expect_rank(name, x, 2)
                 if x.shape[-1] != self.d_model:
                     raise ShapeError(f"{name}: expected (…, n, {self.d_model}), got {tuple(x.shape)}")
+        _expect_matching(query, of_key, of_value)
         arrays, settings = checked(
             self._outline(query, self.num_heads, self.head_dim),
-            self._outline(first(key, query), self.num_kv_heads, self.head_dim),
-            self._outline(first(value, key, query), self.num_kv_heads, self.value_dim),
+            self._outline(of_key, self.num_kv_heads, self.head_dim),
+            self._outline(of_value, self.num_kv_heads, self.value_dim),
             scale=1 / math.sqrt(self.d_model) if isinstance(self.scale, str) else self.scale,
             **arguments,
         )
         extras = {name: arrays[name] for name in ARRAYS[3:]}
-        static = {"settings": settings, "heads": self.num_heads, "kv_heads": self.num_kv_heads}
+        static = {
+            "settings": settings, "heads": self.num_heads, "kv_heads": self.num_kv_heads,
+            "value_is_query": value_is_query,
+        }  # fmt: skip
         return {"query": query, "key": key, "value": value, **extras}, static
 
     @staticmethod

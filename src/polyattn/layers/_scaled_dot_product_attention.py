@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from ..backend import Array, Cache
+from ..errors import ArgumentError
 from ..functional._arguments import checked, expect_keywords
 from ..functional._attention import _operation as attention
+from ..functional._operation import is_number
 from ._layer import Layer
 
 __all__ = ["AttentionInputs", "ScaledDotProductAttention"]
@@ -36,7 +39,7 @@ class ScaledDotProductAttention(Layer):
 
     Raises
     ------
-    DTypeError, UnknownBackendError, BackendUnavailableError
+    ArgumentError, DTypeError, UnknownBackendError, BackendUnavailableError
 
     Examples
     --------
@@ -54,6 +57,8 @@ class ScaledDotProductAttention(Layer):
         self, *, scale: float | None = None, dtype: str = "float32", backend: str | None = None,
         device: str | None = None,
     ) -> None:  # fmt: skip
+        if scale is not None and not (is_number(scale) and math.isfinite(scale)):
+            raise ArgumentError(f"scale: expected a finite number or None, got {scale!r}")
         self.scale = scale
         super().__init__({}, dtype, backend, device)
 
@@ -70,7 +75,10 @@ class ScaledDotProductAttention(Layer):
         return self._record(*self._sorted(q, k, v, arguments))
 
     def backward(self, dy: Array, cache: Cache) -> tuple[AttentionInputs, dict[str, Array]]:
-        """Return the gradients of query, key, value, bias and sinks, and an empty dict of parameters."""
+        """Return the gradients of query, key, value, bias and sinks, and an empty dict of parameters.
+
+        Each is of its own argument, also where one array was given for several.
+        """
         inputs, _ = self._pull(dy, cache, AttentionInputs._fields)
         return AttentionInputs(*inputs), {}
 

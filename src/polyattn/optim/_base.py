@@ -38,7 +38,7 @@ class Optimizer:
         BackendMismatchError
             If the parameters are of several libraries or devices.
         CheckpointError
-            If there are no parameters.
+            If ``params`` is no dict, or there are no parameters.
         """
         xp, home = common_namespace(params=params)
         check_floating("params", params)
@@ -63,7 +63,7 @@ class Optimizer:
         Raises
         ------
         CheckpointError
-            If the names in the three do not belong together, or there are none.
+            If one of the three is no dict, or their names do not belong together, or there are none.
         ShapeError, DTypeError
             If the shape or dtype of an array does not fit; the message names it.
         BackendMismatchError
@@ -100,6 +100,7 @@ class Optimizer:
 
     def _check(self, grads: Arrays, state: Arrays, params: Arrays) -> tuple[Any, Any]:
         """Check that the three dicts fit together; return their namespace and device."""
+        _expect_dicts(grads=grads, state=state, params=params)
         _check_names("grads", grads, params)
         _check_names("state", state, ["step", *(f"{slot}.{name}" for slot in self._slots() for name in params)])
         xp, home = common_namespace(params=params, grads=grads, state=state)
@@ -159,6 +160,7 @@ def rate_array(value: Any, xp: Any, dtype: Any, home: Any) -> Array:
 
 def common_namespace(**groups: Arrays) -> tuple[Any, Any]:
     """Return the namespace and device of all arrays in the named dicts, which must be the same for all."""
+    _expect_dicts(**groups)
     everything = [x for group in groups.values() for x in group.values()]
     for label, x in _labelled(groups):
         if not _is_array(x):
@@ -178,6 +180,12 @@ def common_namespace(**groups: Arrays) -> tuple[Any, Any]:
     if any(device(x) != home for x in everything):
         raise BackendMismatchError(f"expected arrays on one device, got {_first_of_each(groups, device)}")
     return xp, home
+
+
+def _expect_dicts(**groups: Arrays) -> None:
+    for group, arrays in groups.items():
+        if not isinstance(arrays, Mapping):
+            raise CheckpointError(f"{group}: expected a dict of arrays by name, got {type(arrays).__name__}")
 
 
 def check_floating(group: str, arrays: Arrays) -> None:

@@ -43,7 +43,7 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
     BackendMismatchError
         If the gradients are of several libraries or devices.
     CheckpointError
-        If there are no gradients.
+        If ``grads`` is no dict, or there are no gradients.
 
     References
     ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -99,11 +100,11 @@ def run_check(name: str, *, namespace: bool = False, pytest_args: Sequence[str] 
         If the checks could not be run at all; the message ends with what pytest said.
     """
     if importlib.util.find_spec("pytest") is None:
-        raise PolyattnError("the conformance kit needs pytest; install it with: pip install 'polyattn[test]'")
+        raise PolyattnError('the conformance kit needs pytest; install it with: pip install "polyattn[test]"')
     if not namespace:
         name = registry.ready(name).name
-    elif importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise UnknownBackendError(f"namespace: there is no module {name!r} here")
+    else:
+        _expect_namespace(name)
     with tempfile.TemporaryDirectory(prefix="polyattn-check-") as folder:
         settings, report = Path(folder, "pytest.ini"), Path(folder, "report.json")
         settings.write_text(_SETTINGS, encoding="utf-8")
@@ -116,9 +117,20 @@ def run_check(name: str, *, namespace: bool = False, pytest_args: Sequence[str] 
         environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
         run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         output = run.stdout + run.stderr
+        if run.returncode == 5:
+            raise PolyattnError(f"none of the checks is selected by: {' '.join(pytest_args)}")
         if not report.exists() or run.returncode not in (0, 1):
             problem = f"the checks of {name} could not be run (pytest ended with {run.returncode})"
             raise PolyattnError(f"{problem}:\n{output.strip()}")
         found = json.loads(report.read_text(encoding="utf-8"))
     rows = tuple(Row(**row) for row in found["rows"])
     return Report(found["backend"], found["library_version"], namespace, KIT_VERSION, rows, output)
+
+
+def _expect_namespace(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, ValueError) as cause:  # ValueError: no name at all
+        raise UnknownBackendError(f"namespace: the module {name!r} cannot be imported here: {cause}") from cause
+    if not hasattr(module, "asarray"):
+        raise UnknownBackendError(f"namespace: expected the module of an array API namespace, got {name!r}")

@@ -32,9 +32,12 @@ ROWS = pytest.StashKey[dict[str, dict[str, str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the three options."""
+    """Add the options."""
     group = parser.getgroup("polyattn", "polyattn conformance kit")
     group.addoption("--polyattn-backend", metavar="NAME", help="the backend to check (default: numpy)")
+    group.addoption(
+        "--polyattn-device", metavar="NAME", help="the device of it on which arrays are (default: its first)"
+    )
     group.addoption("--polyattn-namespace", metavar="MODULE", help="check an array API namespace without a plugin")
     group.addoption("--polyattn-report", metavar="FILE", help="write the result of every check to FILE as JSON")
 
@@ -45,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if name and module:
         raise pytest.UsageError("--polyattn-backend and --polyattn-namespace exclude each other")
     try:
-        config.stash[TARGET] = open_namespace(module) if module else open_backend(name or "numpy")
+        config.stash[TARGET] = (
+            open_namespace(module) if module else open_backend(name or "numpy", config.getoption("--polyattn-device"))
+        )
     except (PolyattnError, ImportError) as error:
         asked = module or name or "numpy"
         raise pytest.UsageError(f"polyattn: {asked} was asked for and cannot be used: {error}") from error

@@ -14,6 +14,7 @@ import polyattn as pa
 
 from .. import registry
 from ..backend import Array, Backend, dtype_name
+from ..conversion import checked_device
 from ..kernels import FLOAT_DTYPES
 
 __all__ = ["Target", "open_backend", "open_namespace"]
@@ -27,6 +28,7 @@ class Target:
     version: str
     xp: Any
     contract: Backend | None
+    device: str | None = None
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -45,7 +47,7 @@ class Target:
             raise pa.DTypeError(f"{self.name} has no dtype {dtype!r}")
         carried = "float32" if dtype == "bfloat16" else dtype
         host = np.array(array, dtype=carried, order="C")
-        x = pa.to_backend(host, self.name) if self.contract is not None else self.xp.asarray(host)
+        x = pa.to_backend(host, self.name, self.device) if self.contract is not None else self.xp.asarray(host)
         return x if carried == dtype else self.xp.astype(x, native)
 
     def to_np(self, x: Array) -> NDArray[Any]:
@@ -71,13 +73,20 @@ class Target:
             return None
 
 
-def open_backend(name: str) -> Target:
-    """Return the target for a backend; raises as :func:`polyattn.registry.ready` where it cannot be used."""
+def open_backend(name: str, device: str | None = None) -> Target:
+    """Return the target for a backend on a device of it, by default its first.
+
+    Raises
+    ------
+    UnknownBackendError, BackendUnavailableError
+        If there is no such backend or device, or it cannot be used.
+    """
     backend = registry.ready(name)
+    device = checked_device(backend, device)
     if backend.name == "jax":
         # A test tool may do what the library never does: the float64 checks need 64-bit JAX.
         importlib.import_module("jax").config.update("jax_enable_x64", True)
-    return Target(backend.name, backend.status().version, backend.namespace(), backend)
+    return Target(backend.name, backend.status().version, backend.namespace(), backend, device)
 
 
 def open_namespace(module: str) -> Target:

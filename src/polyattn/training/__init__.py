@@ -5,7 +5,7 @@ settings and of the step, so a run that was killed is resumed as if it had not
 been, and every backend sees the same samples.
 """
 
-from ._config import OptionError
+from ._config import Config, OptionError
 from ._trainer import train
 
-__all__ = ["OptionError", "train"]
+__all__ = ["Config", "OptionError", "train"]

@@ -86,7 +86,9 @@ class Folder:
             If there is none, or it is damaged or of another kind.
         """
         if not self.checkpoint.exists():
-            raise CheckpointError(f"{self.checkpoint}: there is no checkpoint to resume from; start without --resume")
+            raise CheckpointError(
+                f"{self.checkpoint}: there is no checkpoint to resume from; check --output, or start without --resume"
+            )
         tensors, metadata = read_tensors(self.checkpoint)
         if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
             raise CheckpointError(

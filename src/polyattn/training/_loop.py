@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 
 import numpy as np
@@ -39,26 +40,26 @@ class Loop:
         ------
         DivergedError
             If a loss or a parameter is not finite. The last checkpoint is of a step before.
-        KeyboardInterrupt
-            With a message that says how to go on.
         """
         self._saved = start
         pending: list[Array] = []
         fetched = time.perf_counter()
-        try:
-            for done in range(start + 1, stop + 1):
-                x, y = self._data.batch(done - 1)
-                params, state, loss = self._model.step(params, state, self._model.native(x), self._model.native(y))
-                pending.append(loss)
-                due = done % self._every == 0 or done == stop
-                if due or len(pending) == MOST_STEPS or time.perf_counter() - fetched > MOST_SECONDS:
-                    self._record(pending, done)
-                    pending, fetched = [], time.perf_counter()
-                if due:
-                    self._save(done, params, state)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"interrupted; {self._kept()}") from None
+        for done in range(start + 1, stop + 1):
+            x, y = self._data.batch(done - 1)
+            params, state, loss = self._model.step(params, state, self._model.native(x), self._model.native(y))
+            pending.append(loss)
+            due = done % self._every == 0 or done == stop
+            if due or len(pending) == MOST_STEPS or time.perf_counter() - fetched > MOST_SECONDS:
+                self._record(pending, done)
+                pending, fetched = [], time.perf_counter()
+            if due:
+                self._save(done, params, state)
         return params
+
+    def kept(self) -> str:
+        """Say what is kept of a run that stops now, and how to go on."""
+        path = shlex.quote(str(self._folder.path))
+        return f"the checkpoint of step {self._saved} is kept, continue with: polyattn train --resume --output {path}"
 
     def _record(self, pending: list[Array], done: int) -> None:
         """Log the losses of the steps up to ``done``, and stop at one that is not finite."""
@@ -71,9 +72,10 @@ class Loop:
             for i in range(good)
         ])  # fmt: skip
         if bad.size:
-            raise DivergedError(
-                f"training diverged: the loss of step {first + good} is {losses[good]}; {self._remedy()}"
-            )
+            step = first + good
+            # The first loss is that of the initial parameters: the learning rate has no part in it.
+            remedy = self._remedy("smaller numbers in --data, or a wider --dtype") if step == 1 else self._remedy()
+            raise DivergedError(f"training diverged: the loss of step {step} is {losses[good]}; {remedy}")
         self._reporter.update(done, float(losses[-1]))
 
     def _save(self, done: int, params: Arrays, state: Arrays) -> None:
@@ -82,12 +84,8 @@ class Loop:
         try:
             self._folder.save(done, self._model.config.to_dict(), self._model.backend.name, params, state)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {self._kept()}") from error
+            raise CheckpointError(f"{error}; {self.kept()}") from error
         self._saved = done
 
-    def _remedy(self) -> str:
-        return f"the checkpoint of step {self._saved} is kept in {self._folder.path}; try a lower --learning-rate"
-
-    def _kept(self) -> str:
-        path = self._folder.path
-        return f"the checkpoint of step {self._saved} is kept, continue with: polyattn train --resume --output {path}"
+    def _remedy(self, remedy: str = "a lower --learning-rate") -> str:
+        return f"the checkpoint of step {self._saved} is kept in {self._folder.path}; try {remedy}"

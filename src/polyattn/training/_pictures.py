@@ -61,11 +61,13 @@ def draw_pictures(
 def loss_picture(steps: Sequence[int], losses: Sequence[float], baseline: float, title: str) -> Figure:
     """Draw the training loss, each step's and its running median, over the steps."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     window = max(1, len(losses) // 50)
-    axes.plot(steps, losses, color="#9ec5e8", linewidth=0.8, label="loss of each step")
+    marker = "o" if len(losses) == 1 else None  # a line needs two points
+    axes.plot(steps, losses, color="#9ec5e8", linewidth=0.8, marker=marker, label="loss of each step")
     if window > 1:
         label = f"median of {window} steps"
         middles = steps[window // 2 : window // 2 + len(losses) - window + 1]
@@ -80,7 +82,8 @@ def loss_picture(steps: Sequence[int], losses: Sequence[float], baseline: float,
     axes.margins(x=0.01)
     axes.grid(True, which="major", color="#dddddd", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)  # beside the curves, never over them
     return figure
 
 
@@ -99,7 +102,9 @@ def attention_picture(weights: np.ndarray[Any, Any], targets: np.ndarray[Any, An
         if head >= len(shown):
             axes.set_visible(False)
             continue
-        image = axes.imshow(shown[head], vmin=0.0, vmax=1.0, cmap="viridis", interpolation="nearest", aspect="auto")
+        image = axes.imshow(
+            shown[head], vmin=0.0, vmax=shown.max(), cmap="viridis", interpolation="nearest", aspect="auto"
+        )
         axes.set_title(f"head {head}")
         axes.set_xlabel("key position")
         axes.set_ylabel("query position")

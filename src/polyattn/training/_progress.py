@@ -37,7 +37,7 @@ class Reporter(AbstractContextManager["Reporter"]):
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._bar.add_task("training", total=self._total, completed=self._start, loss="–", speed="–")
+            self._bar.add_task("training", total=self._total, completed=self._start, loss=f"{'–':<8}", speed="–")
             self._bar.start()
         return self
 
@@ -52,7 +52,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         now = time.perf_counter()
         speed = f"{(step - self._start) / max(now - self._began, 1e-9):.0f}"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{loss:.3g}", speed=speed)
+            self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{loss:<8.3g}", speed=speed)
         elif now - self._printed >= SECONDS_BETWEEN_LINES or step == self._total:
             self._printed = now
             self.say(f"step {step}/{self._total}  loss {loss:.4g}  {speed} steps/s")

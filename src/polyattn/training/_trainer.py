@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from threadpoolctl import threadpool_limits
 
+from ..errors import PolyattnError
 from ..selection import Selection, get_backend, selected, use_backend
 from ._config import Config, OptionError, resolve
 from ._folder import Folder, Saved, new_folder
@@ -32,7 +33,7 @@ def train(
     *,
     backend: str | None = None,
     device: str | None = None,
-    output: Path | None = None,
+    output: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     checkpoint_every: int = 200,
@@ -45,7 +46,7 @@ def train(
         The settings of :class:`Config` that the user named.
     backend, device : str, optional
         Where to compute; by default the selection in force, then that of the resumed run, then NumPy.
-    output : Path, optional
+    output : path, optional
         The folder of the run; by default a new one below ``runs``.
     resume, overwrite : bool
         Continue the run in ``output``, or replace it.
@@ -62,13 +63,16 @@ def train(
     OptionError, UnknownBackendError
         If the options do not go together, or name what there is not; nothing has been written.
     PolyattnError
-        If the data do not fit, the checkpoint cannot be read or written, or training diverges.
+        If the data do not fit, the checkpoint cannot be read or written, memory runs out, or training diverges.
+    KeyboardInterrupt
+        With a message that says how to go on.
     """
-    _check_options(output, resume, overwrite, checkpoint_every)
+    _check_options(given, output, resume, overwrite, checkpoint_every)
+    output = None if output is None else Path(output)
     saved = Folder(output).load() if resume and output is not None else None
     where = _select(backend, device, saved)
     config, data = _settings(given, saved, output)
-    with use_backend(where.backend, where.device):
+    with use_backend(where.backend, where.device), _memory_told():
         model = Model(config, where.backend, where.device)
         params, state = model.start() if saved is None else model.restore(saved)
         folder = Folder(output or new_folder(where.backend))
@@ -78,12 +82,17 @@ def train(
         start = saved.step if saved else 0
         folder.clean(start)
         with _few_threads(config), Reporter(start, config.steps) as reporter:
+            if saved and start == config.steps:
+                reporter.say(f"the run is at step {start} already, nothing to train; give more --steps to go on")
             loop = Loop(model, data, folder, reporter, checkpoint_every)
             began = time.perf_counter()
-            params = loop.run(params, state, start, config.steps)
-            seconds = time.perf_counter() - began
-            measured = measure(lambda x: model.predict(params, x), data.evaluation())
-            _draw(model, params, data, folder, measured["baseline_loss"], reporter.say)
+            try:
+                params = loop.run(params, state, start, config.steps)
+                seconds = time.perf_counter() - began
+                measured = measure(lambda x: model.predict(params, x), data.evaluation())
+                _draw(model, params, data, folder, measured["baseline_loss"], reporter.say)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f"interrupted; {loop.kept()}") from None
     return _result(model, folder, data, start, seconds, measured)
 
 
@@ -97,7 +106,25 @@ def _few_threads(config: Config) -> AbstractContextManager[Any]:
     return threadpool_limits(1) if products < SMALL else nullcontext()
 
 
-def _check_options(output: Path | None, resume: bool, overwrite: bool, checkpoint_every: int) -> None:
+@contextmanager
+def _memory_told() -> Iterator[None]:
+    """Turn what the libraries raise when memory runs out into one error: only MemoryError is common to two of them."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        cause = str(error).partition("\n")[0]
+        words = ("out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED")
+        if not isinstance(error, MemoryError) and not any(word in cause for word in words):
+            raise
+        raise PolyattnError(f"out of memory ({cause}); choose a smaller --batch, --sequence or --width") from error
+
+
+def _check_options(
+    given: Mapping[str, Any], output: str | Path | None, resume: bool, overwrite: bool, checkpoint_every: int
+) -> None:
+    for option, path in (("--output", output), ("--data", given.get("data"))):
+        if path == "":  # an unset variable of a shell script, say; not the current folder
+            raise OptionError(f"{option}: expected a path, got an empty one")
     if resume and overwrite:
         raise OptionError("--resume and --overwrite exclude each other: name one")
     if resume and output is None:
@@ -156,7 +183,7 @@ def _draw(
         baseline or 0.0,
         model.attention_weights(params, x)[0],
         target_positions(x[0], y[0]),
-        f"{what}, {model.backend.name}, {config.dtype}, {config.steps} steps",
+        f"{what}, {model.backend.name}, {config.dtype}, step {config.steps}",
         say,
     )
 

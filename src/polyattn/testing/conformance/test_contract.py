@@ -133,9 +133,11 @@ def test_jit(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
 
 
 def test_scan(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
+    here = contract.native_device(contract.device_of(make(0.0)))
+
     def body(carry: Any, index: Any) -> Any:
         total, _ = carry
-        total = xp.add(total, xp.take(values, xp.asarray([index]), axis=0)[0])
+        total = xp.add(total, xp.take(values, xp.asarray([index], device=here), axis=0)[0])
         return (total, xp.square(total)), (total, xp.stack([total, total]))
 
     values = make([1.0, 2.0, 3.0, 4.0])

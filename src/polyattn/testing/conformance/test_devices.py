@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 import polyattn as pa
 from polyattn.testing import assert_close
@@ -122,3 +123,14 @@ def test_results_go_home(contract: Any, backend: Any, make: Any) -> None:
         assert type(out) is type(grads.q) is np.ndarray
         assert_close(out, ref.attention(X, X, X, causal=True).out, "float32")
         assert_close(grads.k, ref.attention_gradients(DY, X, X, X, causal=True).k, "float32")
+
+
+def test_upstream_gradients_of_another_device_are_refused(contract: Any, make: Any) -> None:
+    """Neither the output's nor the log-sum-exp's is moved behind the caller's back."""
+    (first, here), *others = places(contract, make)
+    out, cache = pa.attention_forward(here(X), here(X), here(X))
+    for device, there in others:
+        for name, gradients in (("dout", {"dout": there(X)}), ("dlse", {"dout": out, "dlse": there(X[..., 0])})):
+            with pytest.raises(pa.BackendMismatchError, match=f"{name}: .*{device}"):
+                pa.attention_backward(cache=cache, **gradients)
+    assert contract.device_of(pa.attention_backward(out, cache, dlse=here(X[..., 0])).q) == first

@@ -25,14 +25,14 @@ VARIANTS: dict[str, Any] = {
 
 
 @pytest.fixture
-def build(backend: Any, contract: Any, to_np: Any) -> Any:
+def build(contract: Any, backend: Any, target: Any, to_np: Any) -> Any:
     """Return ``build(**settings)``: a layer of width 8 with 4 heads, its biases not zero, and its parameters."""
 
     def build(dtype: Any = "float64", **settings: Any) -> Any:
-        layer = pa.MultiHeadAttention(8, 4, dtype=dtype, backend=backend, seed=3, **settings)
+        layer = pa.MultiHeadAttention(8, 4, dtype=dtype, backend=backend, device=target.device, seed=3, **settings)
         rng = np.random.default_rng(4)
         hosts = {name: to_np(p) + 0.1 * rng.standard_normal(p.shape) for name, p in layer.parameters().items()}
-        layer = layer.with_parameters({n: pa.to_backend(p.astype(dtype), backend) for n, p in hosts.items()})
+        layer = layer.with_parameters({n: target.make(p, dtype) for n, p in hosts.items()})
         return layer, {name: to_np(p).astype(np.float64) for name, p in layer.parameters().items()}
 
     return build
@@ -77,6 +77,18 @@ def test_multi_head_attention(build: Any, make: Any, to_np: Any, variant: Any, i
     assert_close(to_np(layer(*(make(x) for x in given))), to_np(y))
     (dq, dk, dv), want = ref.multi_head_attention_gradients(DY, parameters, query, key, value, **known)
     compare(to_np, back, grads, by_input(inputs, dq, dk, dv), want)
+
+
+def test_values_of_the_query(build: Any, make: Any, to_np: Any) -> None:
+    """``mha(x, c, x)``: the query's path and the values' are one input's."""
+    layer, parameters = build()
+    x, context = make(X), make(CONTEXT[:, : X.shape[1]])
+    y, cache = layer.forward(x, context, x)
+    back, grads = layer.backward(make(DY), cache)
+    host = (X, CONTEXT[:, : X.shape[1]], X)
+    assert_close(to_np(y), ref.multi_head_attention(parameters, *host, num_heads=4))
+    (dq, dk, dv), want = ref.multi_head_attention_gradients(DY, parameters, *host, num_heads=4)
+    compare(to_np, back, grads, (dq + dv, dk, None), want)
 
 
 @pytest.mark.parametrize("inputs", [1, 2])
@@ -171,8 +183,8 @@ def test_projection(contract: Any, backend: Any, make: Any, to_np: Any) -> None:
     assert set(pa.Projection(8, 3, bias=False, backend=backend).parameters()) == {"weight"}
 
 
-def test_layer_norm(contract: Any, backend: Any, make: Any, to_np: Any) -> None:
-    layer = pa.LayerNorm(8, eps=1e-3, dtype="float64", backend=backend)
+def test_layer_norm(target: Any, contract: Any, backend: Any, make: Any, to_np: Any) -> None:
+    layer = pa.LayerNorm(8, eps=1e-3, dtype="float64", backend=backend, device=target.device)
     hosts = {"weight": RNG.standard_normal(8), "bias": RNG.standard_normal(8)}
     layer = layer.with_parameters({name: make(x) for name, x in hosts.items()})
     y, cache = layer.forward(make(X))

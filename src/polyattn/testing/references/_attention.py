@@ -119,7 +119,7 @@ class _Setting:
         scores = raw if self.softcap is None else self.softcap * np.tanh(raw / self.softcap)
         scores = scores + self.bias[index][keys]
         logits = scores if self.sinks is None else np.append(scores, self.sinks[index[-2]])
-        if logits.size == 0:
+        if keys.size == 0 and np.isneginf(logits).all():  # no key, and no sink or one of −inf, which is none
             return _Row(keys, raw, scores, 0.0, -math.inf)
         peak = np.max(logits)
         lse = peak + math.log(np.sum(np.exp(logits - peak)))

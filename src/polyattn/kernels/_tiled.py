@@ -1,0 +1,259 @@
+"""The generic kernel: linear memory, everywhere. Scores exist one tile at a time, forward and backward.
+
+A tile of queries and keys is an attention problem of its own, which the plain
+kernel computes; the sums over the keys are joined in units of the largest score
+(Rabe and Staats, "Self-attention does not need O(n²) memory", 2021; Dao et al.,
+"FlashAttention", 2022). The backward computes each tile's weights again from
+the log-sum-exp of the whole row.
+
+Tiles that static arguments exclude are never visited, and those that they leave
+whole are computed without a mask. The loop goes through the backend's ``scan``,
+so that a traced program does not grow with the sequence: all tiles of one loop
+have the same shape, and where it starts may be traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ._arrays import Array, cast, wide, widen
+from ._masks import shifted
+from ._merge import Sums, merge_sums
+from ._plain import PlainKernel, finished, row_sum, sinks_gradient, sums
+from ._problem import Problem, Sizes
+
+PLAIN = PlainKernel()
+SCORES = 2**20  # of one tile over all heads: 4 MiB in float32, and a handful of such arrays at a time
+LEAST, MOST = 128, 1024
+
+
+class Tile(NamedTuple):
+    """Where a tile starts, among the queries and among the keys: integers, or 0-d arrays in a traced loop."""
+
+    query: int | Array
+    key: int | Array
+
+
+class Loop(NamedTuple):
+    """Tiles of one shape. ``whole``: causality, window and key lengths exclude nothing in any of them."""
+
+    n_q: int
+    n_k: int
+    whole: bool
+    tiles: tuple[Tile, ...]
+
+
+class TiledKernel:
+    """Attention tile by tile: the plain kernel's sums over each, joined over the keys."""
+
+    name = "tiled"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support everything."""
+        return None
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Start from nothing but the sinks, and join in the tiles."""
+        sizes, xp = problem.sizes, problem.xp
+        if tile_lengths(sizes) == (sizes.n_q, sizes.n_k):
+            return PLAIN.forward(q, k, v, problem)
+        dtype, device, rows = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
+        zero = xp.zeros((*rows, 1), dtype=dtype, device=device)
+        start = Sums(xp.zeros((*rows, sizes.d_v), dtype=dtype, device=device), zero, xp.zeros_like(zero))
+        if problem.sinks is not None:
+            sinks = zero + cast(xp, problem.sinks, dtype)[:, None, None]  # (…, H, n_q, 1)
+            start = start._replace(total=xp.where(xp.equal(sinks, -math.inf), zero, zero + 1), largest=sinks)
+
+        def body(carry: Any, tile: Tile, part: Problem) -> Any:
+            n_q, n_k = part.sizes.n_q, part.sizes.n_k
+            q_t = widen(xp, cut(part, q, tile.query, n_q, -2))
+            k_t, v_t = (widen(xp, cut(part, x, tile.key, n_k, -2)) for x in (k, v))
+            before = Sums(*(cut(part, x, tile.query, n_q, -2) for x in carry))
+            now = merge_sums(xp, before, sums(q_t, k_t, v_t, part))
+            put = problem.backend.update_slice
+            return tuple(put(x, x_t, tile.query, x.ndim - 2) for x, x_t in zip(carry, now, strict=True))
+
+        out, lse = finished(xp, Sums(*over_tiles(problem, body, tuple(start))))
+        return cast(xp, out, q.dtype), lse
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Add up the gradients of the tiles, each from the log-sum-exp of its whole rows."""
+        sizes, xp = problem.sizes, problem.xp
+        if tile_lengths(sizes) == (sizes.n_q, sizes.n_k):
+            return PLAIN.backward(dout, dlse, q, k, v, out, lse, problem)
+        bias = problem.bias
+        totals = tuple(None if x is None else xp.zeros_like(x, dtype=wide(xp, x.dtype)) for x in (q, k, v, bias))
+
+        def body(carry: Any, tile: Tile, part: Problem) -> Any:
+            dq, dk, dv, dbias = carry
+            n_q, n_k = part.sizes.n_q, part.sizes.n_k
+            q_t = widen(xp, cut(part, q, tile.query, n_q, -2))
+            k_t, v_t = (widen(xp, cut(part, x, tile.key, n_k, -2)) for x in (k, v))
+            dout_t, out_t = (cut(part, x, tile.query, n_q, -2) for x in (dout, out))
+            dlse_t, lse_t = (None if x is None else cut(part, x, tile.query, n_q, -1) for x in (dlse, lse))
+            grads = PLAIN.backward(dout_t, dlse_t, q_t, k_t, v_t, out_t, lse_t, part)
+            dq = add_at(part, dq, grads[0], (tile.query, None))
+            dk, dv = (add_at(part, dx, grad, (tile.key, None)) for dx, grad in ((dk, grads[1]), (dv, grads[2])))
+            if dbias is not None:
+                dbias = add_at(part, dbias, widen(xp, grads[3]), (tile.query, tile.key))
+            return dq, dk, dv, dbias
+
+        dq, dk, dv, dbias = over_tiles(problem, body, totals)
+        shift = -row_sum(xp, widen(xp, dout), widen(xp, out))  # (…, H, n_q)
+        dsinks = sinks_gradient(shift if dlse is None else shift + widen(xp, dlse), lse, problem)
+        dq, dk, dv = (cast(xp, dx, x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
+        return dq, dk, dv, None if bias is None else cast(xp, dbias, bias.dtype), dsinks
+
+
+def tile_lengths(sizes: Sizes) -> tuple[int, int]:
+    """Return how many queries and keys a tile has: square where it can be, all of them where they are few."""
+    room = SCORES // max(math.prod(sizes.scores[:-2]), 1)
+    side = min(max(LEAST, math.isqrt(room) // 64 * 64), MOST)
+    n_q = min(sizes.n_q, side)
+    n_k = min(sizes.n_k, max(side, room // n_q // 64 * 64))
+    return n_q, n_k
+
+
+def over_tiles(problem: Problem, body: Callable[[Any, Tile, Problem], Any], carry: Any) -> Any:
+    """Run ``carry = body(carry, tile, problem of the tile)`` for every tile that has something in it."""
+    for loop in loops(problem):
+        starts = _Starts(problem, loop)
+
+        def step(carry: Any, index: Any, loop: Loop = loop, starts: _Starts = starts) -> tuple[Any, tuple[()]]:
+            tile = starts[index]
+            return body(carry, tile, part_of(problem, tile, loop)), ()
+
+        carry, _ = problem.backend.scan(step, carry, len(loop.tiles))
+    return carry
+
+
+class _Starts:
+    """The tiles of a loop by index: Python integers for an integer, 0-d arrays for a traced index."""
+
+    def __init__(self, problem: Problem, loop: Loop) -> None:
+        self._problem, self._tiles = problem, loop.tiles
+
+    def __getitem__(self, index: Any) -> Tile:
+        if isinstance(index, int):
+            return self._tiles[index]
+        xp, device = self._problem.xp, self._problem.native_device
+        columns = (xp.asarray(column, dtype=xp.int32, device=device) for column in zip(*self._tiles, strict=True))
+        return Tile(*(xp.take(column, xp.reshape(index, (1,)))[0] for column in columns))
+
+
+def loops(problem: Problem) -> Iterator[Loop]:
+    """Yield the tiles of a problem, those of one shape together, whole ones apart; without those that are empty."""
+    sizes = problem.sizes
+    step_q, step_k = tile_lengths(sizes)
+    for queries in _spans(sizes.n_q, step_q):
+        for keys in _spans(sizes.n_k, step_k):
+            kinds: dict[bool, list[Tile]] = {True: [], False: []}
+            for i in queries:
+                for j in keys:
+                    some, all_ = _reach(problem, i, i + queries.step - 1, j, j + keys.step - 1)
+                    if some:
+                        kinds[all_].append(Tile(i, j))
+            for whole, tiles in kinds.items():
+                if tiles:
+                    yield Loop(queries.step, keys.step, whole, tuple(tiles))
+
+
+def _spans(n: int, step: int) -> list[range]:
+    """Return the starts of the full tiles, and of the rest; a range's step is the length of its tiles."""
+    full = n // step * step
+    return [range(0, full, step), *([range(full, n, n - full)] if full < n else [])]
+
+
+def _reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
+    """Say whether a tile may have a pair that causality, window and lengths allow, and whether they allow all of it.
+
+    Where one of them is an array nothing is known: there may be one, and it may not be all.
+    """
+    left, right = problem.window
+    if problem.causal:
+        right = 0
+    some = everything = True
+    if left is not None or right is not None:
+        offset = problem.q_offset
+        if not isinstance(offset, int):
+            return True, False
+        if right is not None:
+            some, everything = j <= offset + i_last + right, j_last <= offset + i + right
+        if left is not None:
+            some, everything = some and j_last >= offset + i - left, everything and j >= offset + i_last - left
+    lengths = problem.key_lengths
+    if lengths is None:
+        return some, everything
+    if not isinstance(lengths, int):
+        return some, False
+    return some and j < lengths, everything and j_last < lengths
+
+
+def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
+    """Return the problem of one tile, its positions counted from where the tile starts."""
+    i, j = tile
+    part = replace(
+        problem,
+        sizes=problem.sizes._replace(n_q=loop.n_q, n_k=loop.n_k),
+        mask=_pairs(problem, problem.mask, tile, loop),
+        bias=_pairs(problem, problem.bias, tile, loop),
+        q_segments=_maybe(problem, problem.q_segments, i, loop.n_q),
+        k_segments=_maybe(problem, problem.k_segments, j, loop.n_k),
+        sinks=None,
+        origin=(i, j),
+        rows=problem.sizes.n_q,
+    )
+    if loop.whole:
+        return replace(part, causal=False, window=(None, None), key_lengths=None)
+    lengths = problem.key_lengths
+    return replace(
+        part,
+        q_offset=shifted(problem, problem.q_offset, plus=i, minus=j),
+        key_lengths=None if lengths is None else shifted(problem, lengths, plus=0, minus=j),
+    )
+
+
+def cut(problem: Problem, x: Array, start: int | Array, length: int, axis: int) -> Array:
+    """Return ``length`` entries of ``x`` from ``start`` on, along an axis counted from the end."""
+    if isinstance(start, int):
+        return x[(..., slice(start, start + length), *(slice(None),) * (-1 - axis))]
+    xp = problem.xp
+    count = xp.arange(length, dtype=xp.int32, device=problem.native_device)
+    return xp.take(x, xp.add(count, start), axis=x.ndim + axis)
+
+
+def add_at(problem: Problem, total: Array, x: Array, starts: tuple[int | Array | None, int | Array | None]) -> Array:
+    """Return ``total`` with ``x`` added where a tile starts on the last two axes; None and broadcast axes are whole."""
+    xp, put = problem.xp, problem.backend.update_slice
+    begins = {axis: s for axis, s in zip((-2, -1), starts, strict=True) if s is not None}
+    begins = {axis: s for axis, s in begins.items() if x.ndim >= -axis and total.shape[axis] != 1}
+    if not begins:
+        return xp.add(total, x)
+    if len(begins) == 2:  # a tile of a bias: into its rows first, then the rows into the whole
+        rows = cut(problem, total, begins[-2], x.shape[-2], -2)
+        columns = xp.add(cut(problem, rows, begins[-1], x.shape[-1], -1), x)
+        rows = put(xp.asarray(rows, copy=True), columns, begins[-1], rows.ndim - 1)
+        return put(total, rows, begins[-2], total.ndim - 2)
+    ((axis, start),) = begins.items()
+    here = cut(problem, total, start, x.shape[axis], axis)
+    return put(total, xp.add(here, x), start, total.ndim + axis)
+
+
+def _pairs(problem: Problem, x: Array | None, tile: Tile, loop: Loop) -> Array | None:
+    """Cut a mask or bias along the axes that it does not broadcast."""
+    if x is None:
+        return None
+    if x.ndim >= 1 and x.shape[-1] != 1:
+        x = cut(problem, x, tile.key, loop.n_k, -1)
+    if x.ndim >= 2 and x.shape[-2] != 1:
+        x = cut(problem, x, tile.query, loop.n_q, -2)
+    return x
+
+
+def _maybe(problem: Problem, x: Array | None, start: int | Array, length: int) -> Array | None:
+    return None if x is None else cut(problem, x, start, length, -1) if x.shape[-1] != 1 else x

@@ -1,0 +1,168 @@
+"""The tiled kernel with tiles so small that every problem has many: it gives what the reference gives."""
+
+import numpy as np
+import pytest
+
+import polyattn as pa
+from polyattn.kernels import _tiled
+from polyattn.kernels._tiled import Tile, loops
+from polyattn.testing import assert_close
+from polyattn.testing import references as ref
+from polyattn.testing.cases import CASES
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Make tiles of at most 2 queries and 4 keys: 5 × 7 scores are six tiles of four shapes."""
+    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 2), min(sizes.n_k, 4)))
+
+
+def few(backend, cases):
+    """Return a few cases where each compiles several programs."""
+    return [case for case in cases if case.name in ("plain", "everything")] if backend == "jax" else cases
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        cases = few(metafunc.config.getoption("--polyattn-backend"), CASES)
+        metafunc.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def test_every_case(case, tiny, make, to_np):
+    problem = case.problem()
+    inputs, arguments = problem.native(make, "float64")
+    out, cache = pa.attention_forward(*inputs, kernel="tiled", **arguments)
+    grads = pa.attention_backward(make(problem.dout), cache, make(problem.dlse))
+    expected = ref.attention(*problem.inputs, **problem.arguments)
+    slopes = ref.attention_gradients(problem.dout, *problem.inputs, **{"dlse": problem.dlse, **problem.arguments})
+    assert cache.kernel == "tiled"
+    assert_close(to_np(out), expected.out.reshape(problem.dout.shape), what="out")
+    assert_close(to_np(cache.lse), expected.lse.reshape(problem.dlse.shape), what="lse")
+    for name, gradient in zip(grads._fields, grads, strict=True):
+        if gradient is not None:
+            assert_close(to_np(gradient), np.reshape(getattr(slopes, name), gradient.shape), what=f"gradient of {name}")
+
+
+@pytest.mark.parametrize("seed", [3, -(2**40)])
+def test_dropout_is_the_same_in_every_tiling(tiny, make, to_np, seed):
+    rng = np.random.default_rng(0)
+    hosts = [rng.standard_normal((2, 3, n, 4)) for n in (5, 11, 11)]
+    dout = make(rng.standard_normal((2, 3, 5, 4)))
+    results = []
+    for kernel in ("plain", "tiled"):
+        out, cache = pa.attention_forward(*map(make, hosts), dropout=0.5, seed=seed, kernel=kernel)
+        results.append([to_np(x) for x in (out, *pa.attention_backward(dout, cache)[:3])])
+    for plain, tiled in zip(*results, strict=True):
+        assert_close(tiled, plain)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_excluded_keys_reach_nothing_across_tiles(tiny, make, to_np, poison):
+    rng = np.random.default_rng(1)
+    q, k, v, dout = (rng.standard_normal((1, 5, 4)) for _ in range(4))
+    results = []
+    for value in (0.0, poison):
+        k[:, 3], v[:, 3] = value, value  # seen by queries 3 and 4 alone
+        out, cache = pa.attention_forward(*(make(x) for x in (q, k, v)), causal=True, kernel="tiled")
+        grads = pa.attention_backward(make(dout), cache)
+        results.append((to_np(out)[:, :3], to_np(grads.q)[:, :3]))
+    for clean, dirty in zip(*results, strict=True):
+        np.testing.assert_array_equal(dirty, clean)
+    assert np.isnan(to_np(out)[:, 3:]).any()
+
+
+def test_low_precision_is_summed_wide(tiny, target, make, to_np):
+    for dtype in target.dtypes:
+        ones = make(np.ones((1, 96, 4)), dtype)
+        out, cache = pa.attention_forward(ones, ones, ones, kernel="tiled")
+        grads = pa.attention_backward(ones, cache)
+        assert out.dtype == ones.dtype
+        np.testing.assert_allclose(np.asarray(to_np(grads.v), dtype=np.float64), 1.0, rtol=4e-3)
+
+
+@pytest.mark.parametrize("score", [1e5, -2e9, 1e30, np.finfo(np.float32).min])
+def test_large_scores_share_as_small_ones_do(tiny, make, to_np, score):
+    """Five equal keys in tiles of four and one: a log-sum-exp of such scores has no digits left to say so."""
+    q, k, v = np.zeros((1, 3, 2)), np.zeros((1, 5, 2)), np.arange(5.0).reshape(1, 5, 1)
+    bias = make(np.full((3, 5), score), "float32")
+    out = pa.attention(*(make(x, "float32") for x in (q, k, v)), bias=bias, kernel="tiled")
+    assert_close(to_np(out), np.full((1, 3, 1), 2.0), "float32")
+
+
+def test_a_tile_of_scores_that_are_minus_infinity(tiny, make, to_np):
+    """Beside a finite score they have no weight, in whichever tile they are; alone they are NaN, as in one tile."""
+    q, v = np.ones((1, 3, 1)), np.arange(6.0).reshape(1, 6, 1)
+    for finite in (0, 5):
+        k = np.full((1, 6, 1), -np.inf)
+        k[0, finite] = 1.0
+        out = pa.attention(make(q), make(k), make(v), kernel="tiled")
+        assert_close(to_np(out), np.full((1, 3, 1), float(finite)))
+    out = pa.attention(make(q), make(np.full((1, 6, 1), -np.inf)), make(v), kernel="tiled")
+    assert np.isnan(to_np(out)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "visited"),
+    [
+        ({}, 16),
+        ({"causal": True}, 10),
+        ({"causal": True, "window": (3, None)}, 7),
+        ({"window": (0, 0)}, 4),
+        ({"key_lengths": 5}, 8),
+        ({"causal": True, "q_offset": -16}, 0),
+    ],
+    ids=str,
+)
+def test_tiles_that_are_excluded_are_not_visited(monkeypatch, make, arguments, visited):
+    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (4, 4))
+    seen = []
+    inner = _tiled.sums
+
+    def count(q, k, v, problem):
+        seen.append((problem.sizes.n_q, problem.sizes.n_k))
+        return inner(q, k, v, problem)
+
+    monkeypatch.setattr(_tiled, "sums", count)
+    host = np.ones((1, 16, 4))
+    x = make(host)
+    pa.attention(x, x, x, kernel="tiled", **arguments)
+    tiles = [tile for loop in loops(_problem(host, host, **arguments)) for tile in loop.tiles]
+    assert len(tiles) == len(set(tiles)) == visited
+    # A library that loops over compiled code traces each loop once.
+    assert len(seen) in (visited, len(list(loops(_problem(host, host, **arguments)))))
+    assert set(seen) <= {(4, 4)}
+
+
+def test_whole_tiles_are_computed_without_a_mask(monkeypatch):
+    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (4, 4))
+    x = np.ones((1, 12, 4))
+    by_kind = {loop.whole: set(loop.tiles) for loop in loops(_problem(x, x, causal=True))}
+    assert by_kind == {True: {Tile(4, 0), Tile(8, 0), Tile(8, 4)}, False: {Tile(0, 0), Tile(4, 4), Tile(8, 8)}}
+
+
+def test_every_score_is_in_one_tile():
+    for n_q, n_k in ((1, 1), (5, 7), (4, 4), (2, 9), (129, 1030)):
+        x, y = np.zeros((1, n_q, 1)), np.zeros((1, n_k, 1))
+        covered = np.zeros((n_q, n_k), dtype=int)
+        problem = _problem(x, y)
+        for loop in loops(problem):
+            for i, j in loop.tiles:
+                covered[i : i + loop.n_q, j : j + loop.n_k] += 1
+        assert (covered == 1).all()
+
+
+def _problem(q, k, **arguments):
+    from polyattn.backend import Place
+    from polyattn.functional._arguments import checked, make_problem
+
+    arrays, settings = checked(q, k, k, **arguments)
+    return make_problem(Place(pa.registry.ready("numpy"), "cpu"), tuple(arrays.values()), settings)
+
+
+def test_memory_grows_with_the_length_not_its_square():
+    """The largest array that a long problem makes is a tile of scores, not all of them."""
+    sizes = _problem(np.zeros((1, 64, 8)), np.zeros((1, 64, 8))).sizes
+    for n in (4096, 65536):
+        n_q, n_k = _tiled.tile_lengths(sizes._replace(n_q=n, n_k=n, heads=8))
+        assert 8 * n_q * n_k <= 2 * _tiled.SCORES
+    assert _tiled.tile_lengths(sizes._replace(n_q=1, n_k=4096, heads=8)) == (1, 4096)
