@@ -151,6 +151,13 @@ FAULTS = {
 }  # fmt: skip
 
 
+def test_sizes_and_axes_may_be_numpy_integers():
+    layer = pa.MultiHeadAttention(np.int64(8), np.int32(2), dtype="float64")
+    assert layer.config() == pa.MultiHeadAttention(8, 2).config()
+    assert all(type(layer.config()[name]) is int for name in ("d_model", "num_heads", "head_dim"))
+    assert F.softmax(X, axis=np.int64(0)).sum(axis=0).tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_bad_input(fault):
     call, kind, message = FAULTS[fault]

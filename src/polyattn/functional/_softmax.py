@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
@@ -81,6 +82,6 @@ def softmax_backward(dy: Array, cache: Cache) -> SoftmaxGrads:
 def _check(x: Array, axis: int) -> dict[str, int]:
     expect_floating(x=x)
     expect_rank("x", x, 1)
-    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+    if not isinstance(axis, numbers.Integral) or not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis: expected one of the {x.ndim} axes of x, got {shown(axis)}")
-    return {"axis": axis}
+    return {"axis": int(axis)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from typing import Any
 
@@ -35,8 +36,9 @@ def initial_weight(rng: np.random.Generator, init: str, fan_in: int, fan_out: in
     return rng.uniform(-bound, bound, (fan_in, fan_out))
 
 
-def expect_size(**sizes: Any) -> None:
-    """Require positive integers."""
+def checked_sizes(**sizes: Any) -> tuple[int, ...]:
+    """Return positive integers, Python's or NumPy's, as Python's."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
             raise ShapeError(f"{name}: expected a positive integer, got {size!r}")
+    return tuple(int(size) for size in sizes.values())

@@ -10,7 +10,7 @@ from ..backend import Array, Cache
 from ..errors import ArgumentError, ShapeError
 from ..functional._layer_norm import _operation as layer_norm
 from ..functional._operation import expect_rank, is_number
-from ._initial import expect_size
+from ._initial import checked_sizes
 from ._layer import Layer
 
 __all__ = ["LayerNorm", "LayerNormInputs"]
@@ -55,13 +55,13 @@ class LayerNorm(Layer):
         self, features: int, *, eps: float = 1e-5, bias: bool = True, dtype: str = "float32",
         backend: str | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
-        expect_size(features=features)
+        (self.features,) = checked_sizes(features=features)
         if not is_number(eps) or not eps >= 0:
             raise ArgumentError(f"eps: expected a number that is not negative, got {eps!r}")
-        self.features, self.eps, self.bias = features, float(eps), bool(bias)
-        parameters = {"weight": np.ones(features)}
+        self.eps, self.bias = float(eps), bool(bias)
+        parameters = {"weight": np.ones(self.features)}
         if bias:
-            parameters["bias"] = np.zeros(features)
+            parameters["bias"] = np.zeros(self.features)
         super().__init__(parameters, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:

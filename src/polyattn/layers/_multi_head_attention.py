@@ -13,7 +13,7 @@ from ..errors import ArgumentError, ShapeError
 from ..functional import _attention, _attention_weights, _linear
 from ..functional._arguments import ARRAYS, Settings, checked, expect_keywords
 from ..functional._operation import Operation, expect_rank, is_number
-from ._initial import expect_size, generator, initial_weight
+from ._initial import checked_sizes, generator, initial_weight
 from ._layer import Layer
 from ._scaled_dot_product_attention import AttentionInputs
 
@@ -173,16 +173,18 @@ class MultiHeadAttention(Layer):
         init: str = "xavier_uniform", seed: int = 0, dtype: str = "float32", backend: str | None = None,
         device: str | None = None,
     ) -> None:  # fmt: skip
-        expect_size(d_model=d_model, num_heads=num_heads)
+        d_model, num_heads = checked_sizes(d_model=d_model, num_heads=num_heads)
         if head_dim is None and d_model % num_heads:
             raise ShapeError(
                 f"num_heads: expected a divisor of d_model={d_model}, got {num_heads}; or give head_dim as well"
             )
         self.d_model, self.num_heads = d_model, num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = d_model // num_heads if head_dim is None else head_dim
-        self.value_dim = self.head_dim if value_dim is None else value_dim
-        expect_size(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
+        head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.num_kv_heads, self.head_dim, self.value_dim = checked_sizes(
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
+        )
         if num_heads % self.num_kv_heads:
             raise ShapeError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {self.num_kv_heads}")
         if scale not in (None, "model") and not (is_number(scale) and math.isfinite(float(scale))):

@@ -10,7 +10,7 @@ from ..backend import Array, Cache
 from ..errors import ShapeError
 from ..functional._linear import _operation as linear
 from ..functional._operation import expect_rank
-from ._initial import expect_size, generator, initial_weight
+from ._initial import checked_sizes, generator, initial_weight
 from ._layer import Layer
 
 __all__ = ["Projection", "ProjectionInputs"]
@@ -60,11 +60,11 @@ class Projection(Layer):
         self, in_features: int, out_features: int, bias: bool = True, *, init: str = "xavier_uniform", seed: int = 0,
         dtype: str = "float32", backend: str | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
-        expect_size(in_features=in_features, out_features=out_features)
-        self.in_features, self.out_features, self.bias = in_features, out_features, bool(bias)
-        parameters = {"weight": initial_weight(generator(seed), init, in_features, out_features)}
+        self.in_features, self.out_features = checked_sizes(in_features=in_features, out_features=out_features)
+        self.bias = bool(bias)
+        parameters = {"weight": initial_weight(generator(seed), init, self.in_features, self.out_features)}
         if bias:
-            parameters["bias"] = np.zeros(out_features)
+            parameters["bias"] = np.zeros(self.out_features)
         super().__init__(parameters, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
