@@ -211,12 +211,10 @@ def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, 
     return result
 
 
-def bring(x: Array | None, place: Place, *, name: str, home: Place) -> Array | None:
-    """Move an integer or boolean argument; it never comes back, so it is narrowed where the target lacks its type."""
-    if x is None or place.backend is home.backend:
-        return x if x is None else move(x, place, name=name, home=home)
+def bring(x: Array, place: Place, *, name: str, home: Place) -> Array:
+    """Move an argument of a call; integers never come back, so they are narrowed where the target lacks their type."""
     dtype = dtype_name(x.dtype)
-    if dtype in ("int64", "uint64", "uint32"):
+    if place.backend is not home.backend and dtype in ("int64", "uint64", "uint32"):
         try:
             place.backend.dtype(dtype)
         except DTypeError as error:

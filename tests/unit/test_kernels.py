@@ -133,6 +133,8 @@ def test_explain_names_the_kernel_and_each_refusal(fussy: Fussy) -> None:
     assert found.bytes == 4 * 4 * 6
     assert "fussy: it is not causal" in str(found)
     assert pa.explain(q, q, q, causal=True).kernel == "fussy"
+    with pytest.raises(pa.BackendMismatchError, match="v: expected an array, got NoneType"):
+        pa.explain(q, q, None)
 
 
 def test_features_of_length_zero_go_to_the_generic_kernel(fussy: Fussy) -> None:

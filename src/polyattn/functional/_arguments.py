@@ -14,7 +14,7 @@ from ..backend import Array, Place, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import Problem, Sizes
 from ..registry import owner
-from ._operation import expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
+from ._operation import expect_arrays, expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
 
 ARRAYS = (
     "q", "k", "v", "bias", "sinks", "mask", "q_offset", "key_lengths", "q_segments", "k_segments", "seed",
@@ -74,6 +74,12 @@ def checked(
         "seed": dynamic["seed"],
     }  # fmt: skip
     return {name: arrays[name] for name in ARRAYS}, settings
+
+
+def checked_call(q: Array, k: Array, v: Array, **arguments: Any) -> tuple[dict[str, Array | None], Settings]:
+    """Check a call that has values; without them :func:`checked` is the call of the weights alone."""
+    expect_arrays(v=v)
+    return checked(q, k, v, **arguments)
 
 
 def expect_keywords(layer: str, arguments: dict[str, Any], *own: str) -> None:

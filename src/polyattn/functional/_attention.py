@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache, Place, dtype_name
 from ..conversion import move
 from ..kernels import GENERIC, Kernel, Problem, cast, choose, expand, named, unbroadcast, wide
-from ._arguments import Settings, checked, make_problem
-from ._operation import Operation, expect_arrays, expect_cache, homeward, upstream_of
+from ._arguments import Settings, checked_call, make_problem
+from ._operation import Operation, expect_cache, homeward, upstream_of
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
 
@@ -149,8 +149,7 @@ def attention(
     >>> pa.attention(q, k, v, mask=np.array([True, True, False]))
     array([[0.5, 0.5, 0. ]])
     """
-    expect_arrays(v=v)
-    arrays, settings = checked(
+    arrays, settings = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
@@ -169,8 +168,7 @@ def attention_forward(
     ``cache.lse`` (…, H, n_q) is the natural logarithm of each row's Σ exp(score), the sink included,
     in float32 or float64; −inf for a row that may attend to nothing.
     """
-    expect_arrays(v=v)
-    arrays, settings = checked(
+    arrays, settings = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip

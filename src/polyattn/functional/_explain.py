@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..backend import Array, Place
-from ..conversion import destination, permit, place_of
+from ..conversion import permit
 from ..kernels import candidates, dtype_name
-from ..selection import selected
-from ._arguments import checked, make_problem
+from ._arguments import checked_call, make_problem
 from ._attention import kernel_for
-from ._operation import is_floating
+from ._operation import is_floating, route
 
 __all__ = ["Explanation", "explain"]
 
@@ -55,7 +54,7 @@ def explain(
     Returns
     -------
     Explanation
-        The kernel that would run, why each one before it would not, and the work as it would be without
+        The kernel that would run, why each of the others would not, and the work as it would be without
         skipping excluded scores: 2·(d_k + d_v) floating-point operations a score forward, and 2.5 times that
         backward. ``print`` it.
 
@@ -71,12 +70,11 @@ def explain(
     >>> pa.explain(q, q, q).forward_flops
     2147483648
     """
-    arrays, settings = checked(
+    arrays, settings = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
-    home, selection = place_of(arrays), selected(backend)
-    place = home if selection is None else destination(home, selection.backend, selection.device)
+    home, place = route(arrays, backend)
     if place != home:
         _expect_movable(arrays, home, place)
     problem = make_problem(place, tuple(arrays.values()), settings)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..backend import Array, Backend, Cache, Place, dtype_name
+from ..backend import Array, Cache, Place, dtype_name
 from ..conversion import bring, destination, move, place_of
 from ..errors import BackendMismatchError, DTypeError, ShapeError
 from ..kernels import FLOAT_DTYPES
@@ -40,22 +40,23 @@ class Trip:
 
 def embark(arrays: Mapping[str, Array | None], backend: str | None = None) -> Trip:
     """Select where a call is computed, and move its arrays there."""
-    home = place_of(arrays)
-    selection = selected(backend)
-    place = home if selection is None else destination(home, selection.backend, selection.device)
+    home, place = route(arrays, backend)
     return Trip(home, place, carried(arrays, home, place))
 
 
+def route(arrays: Mapping[str, Array | None], backend: str | None) -> tuple[Place, Place]:
+    """Return where the arrays of a call are, and where it is computed."""
+    home, selection = place_of(arrays), selected(backend)
+    return home, home if selection is None else destination(home, selection.backend, selection.device)
+
+
 def carried(arrays: Mapping[str, Array | None], home: Place, place: Place) -> tuple[Array | None, ...]:
-    """Move the arrays of a call; the integer ones, which never come back, may be narrowed for it."""
+    """Move the arrays of a call."""
     if place == home:
         return tuple(arrays.values())
+    native = home.backend
     return tuple(
-        x
-        if x is None
-        else (move if is_floating(x) else bring)(
-            x, place, name=name, home=Place(home.backend, home.backend.device_of(x))
-        )
+        None if x is None else bring(x, place, name=name, home=Place(native, native.device_of(x)))
         for name, x in arrays.items()
     )
 
@@ -247,9 +248,3 @@ def _array(name: str, x: Array) -> Array:
     if not looks_like_array(x):
         raise BackendMismatchError(f"{name}: expected an array, got {type(x).__name__}")
     return x
-
-
-__all__ = [
-    "Backend", "Operation", "Trip", "carried", "embark", "expect_arrays", "expect_cache", "expect_floating",
-    "expect_one_dtype", "expect_rank", "expect_shape", "homeward", "is_floating", "is_integer", "is_number", "shown",
-]  # fmt: skip

@@ -25,9 +25,7 @@ def allowed(problem: Problem) -> Array | None:
     key = xp.arange(n_k, dtype=xp.int32, device=problem.native_device)[None, :]  # (1, n_k)
     if problem.key_lengths is not None:
         conditions.append(xp.less(key, _per_batch(problem, problem.key_lengths)))
-    left, right = problem.window
-    if problem.causal:
-        right = 0 if right is None else min(right, 0)
+    left, right = problem.reach
     if left is not None or right is not None:
         row = xp.arange(n_q, dtype=xp.int32, device=problem.native_device)[:, None]  # (n_q, 1)
         ahead = xp.subtract(key, row)  # (n_q, n_k); a key's position less its query's is this less the offset

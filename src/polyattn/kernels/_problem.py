@@ -61,6 +61,11 @@ class Problem:
     """The queries of the whole problem, if this is a tile of it."""
 
     @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How far before and after its own position a query sees: the window, cut short by causality."""
+        return (self.window[0], 0) if self.causal else self.window
+
+    @property
     def xp(self) -> Any:
         """The array API namespace."""
         return self.backend.namespace()

@@ -122,28 +122,22 @@ def tile_lengths(sizes: Sizes) -> tuple[int, int]:
 def over_tiles(problem: Problem, body: Callable[[Any, Tile, Problem], Any], carry: Any) -> Any:
     """Run ``carry = body(carry, tile, problem of the tile)`` for every tile that has something in it."""
     for loop in loops(problem):
-        starts = _Starts(problem, loop)
 
-        def step(carry: Any, index: Any, loop: Loop = loop, starts: _Starts = starts) -> tuple[Any, tuple[()]]:
-            tile = starts[index]
+        def step(carry: Any, index: Any, loop: Loop = loop) -> tuple[Any, tuple[()]]:
+            tile = tile_at(problem, loop.tiles, index)
             return body(carry, tile, part_of(problem, tile, loop)), ()
 
         carry, _ = problem.backend.scan(step, carry, len(loop.tiles))
     return carry
 
 
-class _Starts:
-    """The tiles of a loop by index: Python integers for an integer, 0-d arrays for a traced index."""
-
-    def __init__(self, problem: Problem, loop: Loop) -> None:
-        self._problem, self._tiles = problem, loop.tiles
-
-    def __getitem__(self, index: Any) -> Tile:
-        if isinstance(index, int):
-            return self._tiles[index]
-        xp, device = self._problem.xp, self._problem.native_device
-        columns = (xp.asarray(column, dtype=xp.int32, device=device) for column in zip(*self._tiles, strict=True))
-        return Tile(*(xp.take(column, xp.reshape(index, (1,)))[0] for column in columns))
+def tile_at(problem: Problem, tiles: tuple[Tile, ...], index: int | Array) -> Tile:
+    """Return a tile of a loop: its integers for an integer, 0-d arrays for a traced index."""
+    if isinstance(index, int):
+        return tiles[index]
+    xp = problem.xp
+    columns = (xp.asarray(starts, dtype=xp.int32, device=problem.native_device) for starts in zip(*tiles, strict=True))
+    return Tile(*(xp.take(column, xp.reshape(index, (1,)))[0] for column in columns))
 
 
 def loops(problem: Problem) -> Iterator[Loop]:
@@ -174,9 +168,7 @@ def _reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[
 
     Where one of them is an array nothing is known: there may be one, and it may not be all.
     """
-    left, right = problem.window
-    if problem.causal:
-        right = 0
+    left, right = problem.reach
     some = everything = True
     if left is not None or right is not None:
         offset = problem.q_offset
@@ -202,8 +194,8 @@ def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
         sizes=problem.sizes._replace(n_q=loop.n_q, n_k=loop.n_k),
         mask=_pairs(problem, problem.mask, tile, loop),
         bias=_pairs(problem, problem.bias, tile, loop),
-        q_segments=_maybe(problem, problem.q_segments, i, loop.n_q),
-        k_segments=_maybe(problem, problem.k_segments, j, loop.n_k),
+        q_segments=_cut_unless_broadcast(problem, problem.q_segments, i, loop.n_q, -1),
+        k_segments=_cut_unless_broadcast(problem, problem.k_segments, j, loop.n_k, -1),
         sinks=None,
         origin=(i, j),
         rows=problem.sizes.n_q,
@@ -246,14 +238,13 @@ def add_at(problem: Problem, total: Array, x: Array, starts: tuple[int | Array |
 
 def _pairs(problem: Problem, x: Array | None, tile: Tile, loop: Loop) -> Array | None:
     """Cut a mask or bias along the axes that it does not broadcast."""
-    if x is None:
-        return None
-    if x.ndim >= 1 and x.shape[-1] != 1:
-        x = cut(problem, x, tile.key, loop.n_k, -1)
-    if x.ndim >= 2 and x.shape[-2] != 1:
-        x = cut(problem, x, tile.query, loop.n_q, -2)
-    return x
+    x = _cut_unless_broadcast(problem, x, tile.key, loop.n_k, -1)
+    return _cut_unless_broadcast(problem, x, tile.query, loop.n_q, -2)
 
 
-def _maybe(problem: Problem, x: Array | None, start: int | Array, length: int) -> Array | None:
-    return None if x is None else cut(problem, x, start, length, -1) if x.shape[-1] != 1 else x
+def _cut_unless_broadcast(
+    problem: Problem, x: Array | None, start: int | Array, length: int, axis: int
+) -> Array | None:
+    if x is None or x.ndim < -axis or x.shape[axis] == 1:
+        return x
+    return cut(problem, x, start, length, axis)
