@@ -9,6 +9,9 @@ import numpy as np
 
 from polyattn.backend import Array, Backend, DTypeError
 
+from ._blocked import BlockedKernel
+from ._direct import DirectKernel
+
 __all__ = ["backend"]
 
 
@@ -17,6 +20,7 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     array_modules = ("numpy",)
+    kernels = (DirectKernel(), BlockedKernel())
 
     def namespace(self) -> Any:
         """Return array-api-compat's NumPy, the same for every NumPy 2."""

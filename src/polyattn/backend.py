@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from .errors import (
+    ArgumentError,
     BackendMismatchError,
     BackendUnavailableError,
     DTypeError,
@@ -35,10 +36,11 @@ from .errors import (
     PolyattnError,
     ShapeError,
 )
-from .kernels import Array, Kernel, Problem, TiledKernel, dtype_name
+from .kernels import Array, Kernel, Problem, TiledKernel, allowed_in, dtype_name
 
 __all__ = [
     "API_VERSION",
+    "ArgumentError",
     "Array",
     "Backend",
     "BackendMismatchError",
@@ -53,6 +55,7 @@ __all__ = [
     "ShapeError",
     "Status",
     "TiledKernel",
+    "allowed_in",
     "dtype_name",
 ]
 

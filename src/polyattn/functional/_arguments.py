@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ ARRAYS = (
 """The order in which attention's native functions take their arrays; the first five have gradients."""
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The static arguments of one attention call. Integers are None here where they came as arrays."""
 
     sizes: Sizes

@@ -35,7 +35,7 @@ def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> di
     problem = make_problem(place, arrays, settings)
     kernel = kernel_for(problem, settings.kernel)
     logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, place, kernel.name)
-    return {"settings": replace(settings, kernel=kernel.name, device=place.device)}
+    return {"settings": settings._replace(kernel=kernel.name, device=place.device)}
 
 
 def forward(backend: Backend, *arrays: Array, settings: Settings) -> tuple[Array, tuple[Any, ...]]:

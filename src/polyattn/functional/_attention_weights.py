@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ..backend import Array, Backend, Place
@@ -24,7 +23,7 @@ __all__ = ["attention_weights"]
 
 def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
     """Note the device, for creations."""
-    return {"settings": replace(static["settings"], device=place.device)}
+    return {"settings": static["settings"]._replace(device=place.device)}
 
 
 def forward(backend: Backend, q: Array, k: Array, *rest: Array, settings: Settings) -> tuple[Array, tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast,
 from ._choice import GENERIC, candidates, choose, named
 from ._merge import merge
 from ._problem import Kernel, Problem, Sizes
-from ._tiled import TiledKernel
+from ._tiled import TiledKernel, allowed_in
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -19,6 +19,7 @@ __all__ = [
     "Problem",
     "Sizes",
     "TiledKernel",
+    "allowed_in",
     "candidates",
     "cast",
     "choose",

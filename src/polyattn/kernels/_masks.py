@@ -17,18 +17,20 @@ def allowed(problem: Problem) -> Array | None:
     The array has at least two axes, and broadcasts to ``(…, H, n_q, n_k)``.
     """
     xp, (n_q, n_k) = problem.xp, (problem.sizes.n_q, problem.sizes.n_k)
-    conditions = []
+    conditions: list[Array] = []
     if problem.mask is not None:
         conditions.append(problem.mask)
     if problem.bias is not None:
         conditions.append(xp.not_equal(problem.bias, -math.inf))
-    key = xp.arange(n_k, dtype=xp.int32, device=problem.native_device)[None, :]  # (1, n_k)
-    if problem.key_lengths is not None:
-        conditions.append(xp.less(key, _per_batch(problem, problem.key_lengths)))
+    if problem.key_lengths is not None and not (isinstance(problem.key_lengths, int) and problem.key_lengths >= n_k):
+        conditions.append(xp.less(_row(problem, n_k), _per_batch(problem, problem.key_lengths)))
     left, right = problem.reach
+    if isinstance(problem.q_offset, int):  # the one query of a decoding step sees all that came before it
+        right = None if right is not None and n_k - 1 <= problem.q_offset + right else right
+        left = None if left is not None and problem.q_offset + n_q - 1 <= left else left
     if left is not None or right is not None:
-        row = xp.arange(n_q, dtype=xp.int32, device=problem.native_device)[:, None]  # (n_q, 1)
-        ahead = xp.subtract(key, row)  # (n_q, n_k); a key's position less its query's is this less the offset
+        key, query = _row(problem, n_k), xp.matrix_transpose(_row(problem, n_q))
+        ahead = xp.subtract(key, query)  # (n_q, n_k); a key's position less its query's is this less the offset
         if right is not None:
             most = shifted(problem, problem.q_offset, plus=right, minus=0)
             conditions.append(xp.less_equal(ahead, _per_batch(problem, most)))  # (…, 1, n_q, n_k)
@@ -54,6 +56,11 @@ def shifted(problem: Problem, value: int | Array, *, plus: int | Array, minus: i
     xp: Any = problem.xp
     value, plus, minus = (_int32(problem, x) for x in (value, plus, minus))
     return xp.subtract(xp.add(value, plus), minus)
+
+
+def _row(problem: Problem, n: int) -> Array:
+    """Return 0, 1, … below n, as ``(1, n)``."""
+    return problem.xp.arange(n, dtype=problem.xp.int32, device=problem.native_device)[None, :]
 
 
 def _scalar(problem: Problem, value: int) -> Array:

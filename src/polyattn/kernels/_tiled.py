@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ._arrays import Array, cast, wide, widen
-from ._masks import shifted
+from ._masks import allowed, shifted
 from ._merge import Sums, merge_sums
 from ._plain import PlainKernel, finished, row_sum, sinks_gradient, sums
 from ._problem import Problem, Sizes
@@ -208,6 +208,14 @@ def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
         q_offset=shifted(problem, problem.q_offset, plus=i, minus=j),
         key_lengths=None if lengths is None else shifted(problem, lengths, plus=0, minus=j),
     )
+
+
+def allowed_in(problem: Problem, rows: slice, keys: slice) -> Array | None:
+    """Return which of these pairs may attend, as :func:`allowed` does for the whole problem; None where all may."""
+    if (rows, keys) == (slice(0, problem.sizes.n_q), slice(0, problem.sizes.n_k)):
+        return allowed(problem)
+    loop = Loop(rows.stop - rows.start, keys.stop - keys.start, False, ())
+    return allowed(part_of(problem, Tile(rows.start, keys.start), loop))
 
 
 def cut(problem: Problem, x: Array, start: int | Array, length: int, axis: int) -> Array:

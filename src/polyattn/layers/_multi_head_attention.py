@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -236,7 +236,7 @@ class MultiHeadAttention(Layer):
         inputs, static = self._sorted(query, key, None, arguments)
         trip = self._embark(inputs)
         native, parameters = self._place.backend, self._parameters
-        settings = replace(static["settings"], device=self._place.device)
+        settings = static["settings"]._replace(device=self._place.device)
         query, key, _, *extras = trip.arrays
         of_key, _ = sources(query, key, None, False)
         xp = native.namespace()

@@ -1,0 +1,262 @@
+"""The blocked kernel: tiles in buffers of their own, several threads, the BLAS for every product.
+
+Online softmax (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022),
+with few passes over the scores: scaled queries, keys transposed once, row sums by
+a matrix-vector product, one division at the end. Where the norms of the queries
+and keys keep all scores well within what exp can hold, neither the largest is
+looked for nor anything subtracted.
+
+What is not finite is left to the generic kernel, which isolates excluded keys:
+every result is looked at, which is a pass over rows, not over scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, Problem, TiledKernel
+
+from ._layout import WORTHWHILE, Call, Task, dense, folded
+from ._threads import run, thread_count
+
+__all__ = ["BlockedKernel"]
+
+TILED = TiledKernel()
+SAFE = {"float32": 30.0, "float64": 250.0}
+"""exp(±SAFE) and its products with values and numbers of keys are far from the dtype's ends."""
+PACK = 128  # queries from which transposing the keys pays
+SMALL = {"float32": 1e-34, "float64": 1e-280}
+"""The least sum of squares of a tile's unnormalised results that cannot have lost digits to underflow."""
+
+
+class NotFinite(Exception):
+    """A score or a result that is not finite: for the generic kernel."""
+
+
+class BlockedKernel:
+    """Attention on NumPy arrays of any size, in linear memory."""
+
+    name = "blocked"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support all but dropout, and a bias that is wider than the inputs."""
+        if problem.dropout:
+            return "dropout is left to the generic kernel"
+        if problem.bias is not None and problem.bias.dtype.itemsize > wide(problem).itemsize:
+            return "a float64 bias of narrower inputs is left to the generic kernel"
+        return None
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Sum exp(score) v and exp(score) over the tiles of each row, and divide once."""
+        sizes, dtype = problem.sizes, wide(problem)
+        out = np.empty((*sizes.scores[:-1], sizes.d_v), dtype=q.dtype)
+        lse = np.empty(sizes.scores[:-1], dtype=dtype)
+        inner, qkv, results = folded(problem, (q, k, v), (out, lse))
+        call = Call(inner, threads_for(inner), dtype)
+        try:
+            run(lambda: Forward(call, qkv, results).task, call.tasks(), call.threads)
+        except NotFinite:
+            return TILED.forward(q, k, v, problem)
+        return out, lse
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Compute each tile's weights again from lse, and reverse the lines of the forward."""
+        from ._blocked_backward import backward
+
+        try:
+            return backward(dout, dlse, q, k, v, out, lse, problem)
+        except NotFinite:
+            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+
+
+class Forward:
+    """One thread's buffers, and the forward of a task."""
+
+    def __init__(self, call: Call, qkv: list[Array], results: list[Array]) -> None:
+        self.call, (self.q, self.k, self.v), (self.out, self.lse) = call, qkv, results
+        self.buffers = Buffers(call.dtype)
+
+    def task(self, task: Task) -> None:
+        """Prepare the keys and queries of a task, and go through its queries tile by tile."""
+        call, problem = self.call, self.call.problem
+        first, last = call.keys(task, task.start, task.stop)
+        k, v = (dense(x[task.entry][task.kv_heads, first:last], call.dtype) for x in (self.k, self.v))
+        q = call.by_row(self.q, task, task.start, task.stop)  # (kv heads, queries, groups, d_k)
+        q = np.multiply(q, problem.scale, out=self.buffers.take("q", q.shape), dtype=call.dtype)
+        bound = score_bound(q, k, problem)
+        if not math.isfinite(bound):
+            raise NotFinite
+        tiles = []
+        for start, stop in call.tiles(task):
+            here = slice(start - first, stop - first)
+            tiles.append((start, stop, self.transposed(k, here, q.shape[1]), v[:, here]))
+        for start in range(task.start, task.stop, call.rows):
+            rows = (start, min(start + call.rows, task.stop))
+            q_t = q[:, rows[0] - task.start : rows[1] - task.start]
+            q_t = q_t.reshape(q_t.shape[0], -1, q_t.shape[3])  # (kv heads, rows, d_k)
+            safe = bound <= SAFE[call.dtype.name]
+            if not (safe and self.rows(task, rows, q_t, tiles, safe=True)):
+                self.rows(task, rows, q_t, tiles, safe=False)
+
+    def transposed(self, k: Array, here: slice, n_q: int) -> Array:
+        """Return some keys as ``(kv heads, d_k, keys)``, packed where enough queries come to them."""
+        k_t = k[:, here].swapaxes(1, 2)
+        if n_q * self.call.groups < PACK:
+            return k_t
+        packed = self.buffers.take(f"k{here.start}", k_t.shape)
+        np.copyto(packed, k_t)
+        return packed
+
+    def rows(self, task: Task, rows: tuple[int, int], q: Array, tiles: list[Any], *, safe: bool) -> bool:
+        """Compute some queries; say whether that went well. ``safe``: exp can hold all scores as they are."""
+        call, take = self.call, self.buffers.take
+        first, last = call.keys(task, *rows)
+        total, largest = self._sinks(task, rows, q.shape[:2], safe=safe)  # (kv heads, rows)
+        out = take("out", (*q.shape[:2], self.v.shape[-1]))
+        part = out  # where the first product goes
+        for start, stop, k_t, v_t in tiles:
+            if start < first or stop > last:
+                a, b = max(start, first), min(stop, last)
+                if a >= b:
+                    continue
+                k_t, v_t = k_t[:, :, a - start : b - start], v_t[:, a - start : b - start]
+                start, stop = a, b
+            scores = np.matmul(q, k_t, out=take("scores", (*q.shape[:2], stop - start)))
+            excluded = None if call.plain else self._altered(task, rows, (start, stop), scores)
+            if safe:
+                np.exp(scores, out=scores)
+                if excluded is not None:
+                    np.copyto(excluded[1], 0, where=excluded[0])
+            else:
+                if excluded is not None:
+                    np.copyto(excluded[1], -math.inf, where=excluded[0])
+                self._rebase(scores, None if part is out else out, total, largest)
+            total += np.matmul(scores, self.buffers.ones(stop - start))
+            np.matmul(scores, v_t, out=part)
+            if part is out:
+                part = take("part", out.shape)
+            else:
+                out += part
+        if part is out:
+            out.fill(0)
+        return self._finish(task, rows, out, total, largest, safe=safe)
+
+    def _altered(
+        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], scores: Array
+    ) -> tuple[Array, Array] | None:
+        """Apply softcap and bias to a tile of scores; return what is excluded, and a view of the scores to fit."""
+        call, problem = self.call, self.call.problem
+        cap(scores, problem)
+        excluded = call.excluded(task, rows, columns)
+        if excluded is None and problem.bias is None:
+            return None
+        by_head = scores.reshape(scores.shape[0], rows[1] - rows[0], -1, scores.shape[2])
+        if problem.bias is not None:
+            by_head += call.pairs(problem.bias, task, rows, columns)
+        return None if excluded is None else (excluded, by_head)
+
+    def _rebase(self, scores: Array, out: Array | None, total: Array, largest: Array) -> None:
+        """Take exp(score − largest), and bring the sums so far to the new largest."""
+        before = largest.copy()
+        np.maximum(largest, scores.max(axis=-1), out=largest)
+        base = np.where(np.isneginf(largest), 0, largest)  # nothing so far
+        scores -= base[..., None]
+        np.exp(scores, out=scores)
+        if not np.array_equal(before, largest):
+            shrink = np.exp(before - base)
+            total *= shrink
+            if out is not None:
+                out *= shrink[..., None]
+
+    def _sinks(self, task: Task, rows: tuple[int, int], shape: tuple[int, ...], *, safe: bool) -> tuple[Array, Array]:
+        """Return what the sums start from: nothing, or the sinks."""
+        dtype, sinks = self.call.dtype, self.call.problem.sinks
+        total, largest = np.zeros(shape, dtype), np.full(shape, 0 if safe else -math.inf, dtype)
+        if sinks is not None:
+            of_rows = sinks[self.call.heads(task)].reshape(-1, 1, self.call.groups)  # (kv heads, 1, groups)
+            of_rows = np.broadcast_to(of_rows, (shape[0], rows[1] - rows[0], self.call.groups)).reshape(shape)
+            if safe:
+                np.exp(of_rows, out=total, dtype=dtype)
+            else:
+                largest[...] = of_rows
+                total[...] = of_rows != -math.inf
+        return total, largest
+
+    def _finish(
+        self, task: Task, rows: tuple[int, int], out: Array, total: Array, largest: Array, *, safe: bool
+    ) -> bool:
+        """Divide by the sums and put the rows into the results, unless they may have lost digits."""
+        power = float(np.vdot(out, out))
+        if safe and not (math.isfinite(power) and power >= SMALL[self.call.dtype.name]):
+            return False
+        if not math.isfinite(power) and not np.isfinite(out).all():
+            raise NotFinite
+        to = (out.shape[0], rows[1] - rows[0], self.call.groups)
+        out /= (total if total.all() else np.where(total == 0, 1, total))[..., None]
+        self.call.by_row(self.out, task, *rows)[...] = out.reshape(*to, -1)
+        lse = np.log(total) + largest
+        self.call.by_row(self.lse, task, *rows)[...] = lse.reshape(to)
+        return True
+
+
+class Buffers:
+    """Memory that one thread uses again and again."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        self.held: dict[str, Array] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return an array of that shape in the memory of that name, whatever stands in it."""
+        size = math.prod(shape)
+        held = self.held.get(name)
+        if held is None or held.size < size:
+            held = self.held[name] = np.empty(size, dtype=self.dtype)
+        return held[:size].reshape(shape)
+
+    def ones(self, length: int) -> Array:
+        """Return a vector of ones."""
+        ones = self.held.get("ones")
+        if ones is None or ones.size < length:
+            ones = self.held["ones"] = np.ones(length, dtype=self.dtype)
+        return ones[:length]
+
+
+def score_bound(q: Array, k: Array, problem: Problem) -> float:
+    """Return what no score, sink or bias of a task exceeds in magnitude; infinite or NaN where that is not known.
+
+    By Cauchy and Schwarz a product is at most that of the norms. ``q`` is scaled.
+    """
+    bound = math.sqrt(float(np.vecdot(q, q).max()) * float(np.vecdot(k, k).max(initial=0)))
+    if not math.isfinite(bound):
+        return bound
+    if problem.softcap is not None:
+        bound = min(bound, problem.softcap)
+    if problem.sinks is not None:
+        there = problem.sinks[problem.sinks != -math.inf]
+        bound = max(bound, float(np.abs(there).max(initial=0)))
+    if problem.bias is not None and math.isfinite(bound):  # nothing is known of a bias, but −inf only excludes
+        bound = max(bound, 1e9)
+    return bound
+
+
+def cap(scores: Array, problem: Problem) -> None:
+    """Put c · tanh(score / c) in place of the scores."""
+    if problem.softcap is not None:
+        scores /= problem.softcap
+        np.tanh(scores, out=scores)
+        scores *= problem.softcap
+
+
+def wide(problem: Problem) -> np.dtype[Any]:
+    return np.dtype("float64" if problem.dtype == "float64" else "float32")
+
+
+def threads_for(problem: Problem) -> int:
+    work = 2 * math.prod(problem.sizes.scores) * (problem.sizes.d_k + problem.sizes.d_v)
+    return 1 if work < WORTHWHILE else thread_count()

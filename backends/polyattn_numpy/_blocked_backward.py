@@ -1,0 +1,208 @@
+"""The blocked kernel's backward: the lines of ``_blocked.Forward`` reversed, under the same names.
+
+A column that holds −lse beside the queries, against ones beside the keys, makes
+exp of one product the normalised weights; a column that holds −rowsum(dout · out)
+beside dout, against ones beside the values, does the same for their gradient
+(Dao et al., "FlashAttention", 2022, algorithm 4, without its passes over the scores).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from polyattn.backend import Array, Problem
+
+from ._blocked import Buffers, NotFinite, cap, threads_for, wide
+from ._layout import Call, Task, dense, folded
+from ._threads import run
+
+__all__ = ["backward"]
+
+
+class Operands(NamedTuple):
+    """What the backward reads, as ``folded`` gives it."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    out: Array
+    lse: Array
+    dlse: Array | None
+
+
+class Gradients(NamedTuple):
+    """What the tasks write. dk, dv and dsinks have a first axis for the pieces that the queries are cut into."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dsinks: Array | None
+
+
+def backward(
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    """Return the gradients; :class:`NotFinite` where one of them is not."""
+    dtype = wide(problem)
+    dq = np.empty((*problem.sizes.batch, *q.shape[-3:]), dtype=q.dtype)
+    inner, qkv, rest = folded(problem, (q, k, v), (dout, out, lse, dlse, dq))
+    call = Call(inner, threads_for(inner), dtype)
+    tasks = call.tasks()
+    pieces = 1 + max(task.piece for task in tasks)
+    lead = (pieces, *inner.sizes.batch)
+    grads = Gradients(
+        dq=rest.pop(),
+        dk=np.zeros((*lead, *qkv[1].shape[-3:]), dtype=dtype),
+        dv=np.zeros((*lead, *qkv[2].shape[-3:]), dtype=dtype),
+        dbias=None if problem.bias is None else np.zeros(problem.bias.shape, dtype=dtype),
+        dsinks=None if problem.sinks is None else np.zeros((*lead, inner.sizes.heads), dtype=dtype),
+    )
+    # A bias that several tasks read gets their gradients in one order.
+    threads = 1 if inner.bias is not None and inner.bias.shape[:-1] != inner.sizes.scores[:-1] else call.threads
+    run(lambda: Backward(call, Operands(*qkv, *rest), grads).task, tasks, threads)
+    dk, dv = (
+        _summed(dx.sum(axis=0) if pieces > 1 else dx[0], x.shape, (*problem.sizes.batch, *x.shape[-3:]))
+        for dx, x in ((grads.dk, k), (grads.dv, v))
+    )
+    if grads.dbias is not None and not np.isfinite(grads.dbias.sum()):
+        raise NotFinite
+    dsinks = None if grads.dsinks is None else grads.dsinks.reshape(-1, inner.sizes.heads).sum(axis=0)
+    found = (_summed(dq, q.shape, dq.shape), dk, dv, grads.dbias, dsinks)
+    like = (q, k, v, problem.bias, problem.sinks)
+    cast = (
+        None if x is None or dx is None else dx.astype(x.dtype, copy=False) for dx, x in zip(found, like, strict=True)
+    )
+    return tuple(cast)  # type: ignore[return-value]  # five of them
+
+
+class Backward:
+    """One thread's buffers, and the backward of a task."""
+
+    def __init__(self, call: Call, operands: Operands, grads: Gradients) -> None:
+        self.call, self.operands, self.grads = call, operands, grads
+        self.buffers = Buffers(call.dtype)
+
+    def task(self, task: Task) -> None:
+        """Prepare the rows of a task, go through its keys, and for each tile of keys through the queries."""
+        call, x, dtype = self.call, self.operands, self.call.dtype
+        first, last = call.keys(task, task.start, task.stop)
+        k, v = (dense(keys[task.entry][task.kv_heads, first:last], dtype) for keys in (x.k, x.v))
+        q, dout = self._rows(task)  # (kv heads, rows, d_k + 1), (kv heads, rows, d_v + 1)
+        dq = self.buffers.take("dq", (*q.shape[:2], k.shape[2]))
+        dq.fill(0)
+        for start, stop in call.tiles(task):
+            here = slice(start - first, stop - first)
+            dk, dv = self._keys(task, (start, stop), q, dout, k[:, here], v[:, here], dq)
+            if not (np.isfinite(dk.sum()) and np.isfinite(dv.sum())):
+                raise NotFinite
+            for grad, total in ((dk, self.grads.dk), (dv, self.grads.dv)):
+                total[task.piece][task.entry][task.kv_heads, start:stop] = grad
+        if not np.isfinite(dq.sum()):
+            raise NotFinite
+        to = call.by_row(self.grads.dq, task, task.start, task.stop)
+        to[...] = np.multiply(dq, call.problem.scale, out=dq).reshape(to.shape)
+
+    def _rows(self, task: Task) -> tuple[Array, Array]:
+        """Return scaled queries beside −lse, and dout beside what the softmax's Jacobian subtracts from dweights."""
+        call, problem, x, dtype = self.call, self.call.problem, self.operands, self.call.dtype
+        span = (task, task.start, task.stop)
+        q_, dout_, out, lse = (call.by_row(y, *span) for y in (x.q, x.dout, x.out, x.lse))
+        q = self.buffers.take("q", (*q_.shape[:3], q_.shape[3] + 1))  # (kv heads, queries, groups, d_k + 1)
+        dout = self.buffers.take("dout", (*dout_.shape[:3], dout_.shape[3] + 1))
+        np.multiply(q_, problem.scale, out=q[..., :-1], dtype=dtype)
+        lse = np.where(np.isneginf(lse), 0, lse)  # in an empty row every pair is excluded in any case
+        q[..., -1] = -lse
+        dout[..., :-1] = dout_
+        shift = -np.vecdot(dout_, out, dtype=dtype)
+        if x.dlse is not None:
+            shift += call.by_row(x.dlse, *span)
+        dout[..., -1] = shift
+        if problem.sinks is not None and self.grads.dsinks is not None:
+            heads = call.heads(task)
+            sinks = problem.sinks[heads].reshape(-1, 1, call.groups)  # (kv heads, 1, groups)
+            dsinks = (np.exp(sinks - lse, dtype=dtype) * shift).sum(axis=1).reshape(-1)
+            if not np.isfinite(dsinks).all():
+                raise NotFinite
+            self.grads.dsinks[task.piece][task.entry][heads] = dsinks
+        return q.reshape(q.shape[0], -1, q.shape[3]), dout.reshape(dout.shape[0], -1, dout.shape[3])
+
+    def _keys(
+        self, task: Task, columns: tuple[int, int], q: Array, dout: Array, k: Array, v: Array, dq: Array
+    ) -> tuple[Array, Array]:
+        """Return dk and dv of a tile of keys, and add to dq what they give the queries."""
+        call, take = self.call, self.buffers.take
+        k_t, v_t = self._beside_ones("k_t", k), self._beside_ones("v_t", v)  # (kv heads, d + 1, keys)
+        dk, dv = take("dk", k.shape), take("dv", v.shape)
+        dk.fill(0)
+        dv.fill(0)
+        for start in range(task.start, task.stop, call.rows):
+            rows = (start, min(start + call.rows, task.stop))
+            first, last = call.keys(task, *rows)
+            a, b = max(columns[0], first), min(columns[1], last)
+            if a >= b:
+                continue
+            here, keys = _span(task, rows, call.groups), slice(a - columns[0], b - columns[0])
+            operands = q[:, here], dout[:, here], k_t[:, :, keys], v_t[:, :, keys]
+            weights, dscores = self._tile(task, rows, (a, b), *operands)
+            dv[:, keys] += np.matmul(weights.swapaxes(1, 2), dout[:, here, :-1], out=take("dv'", dv[:, keys].shape))
+            dk[:, keys] += np.matmul(dscores.swapaxes(1, 2), q[:, here, :-1], out=take("dk'", dk[:, keys].shape))
+            dq[:, here] += np.matmul(dscores, k[:, keys], out=take("dq'", dq[:, here].shape))
+        return dk, dv
+
+    def _tile(
+        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, dout: Array, k_t: Array, v_t: Array
+    ) -> tuple[Array, Array]:
+        """Return the weights of a tile, and the gradient of its scores before the scale."""
+        call, problem, take = self.call, self.call.problem, self.buffers.take
+        shape = (*q.shape[:2], k_t.shape[2])
+        by_head = (shape[0], rows[1] - rows[0], -1, shape[2])  # (kv heads, queries, groups, keys)
+        capped = None
+        if problem.softcap is None:
+            scores = np.matmul(q, k_t, out=take("scores", shape))
+        else:
+            capped = np.matmul(q[..., :-1], k_t[:, :-1], out=take("capped", shape))
+            cap(capped, problem)
+            scores = np.add(capped, q[..., -1:], out=take("scores", shape))
+        if problem.bias is not None:
+            scores.reshape(by_head)[...] += call.pairs(problem.bias, task, rows, columns)
+        weights = np.exp(scores, out=scores)
+        excluded = None if call.plain else call.excluded(task, rows, columns)
+        if excluded is not None:
+            np.copyto(weights.reshape(by_head), 0, where=excluded)
+        dscores = np.matmul(dout, v_t, out=take("dscores", shape))
+        dscores *= weights
+        if self.grads.dbias is not None:
+            self._add_bias(dscores.reshape(by_head), call.pairs(self.grads.dbias, task, rows, columns))
+        if capped is not None and problem.softcap is not None:  # c · tanh(score / c)
+            capped /= problem.softcap
+            dscores *= 1 - capped * capped
+        return weights, dscores
+
+    def _add_bias(self, dscores: Array, dbias: Array) -> None:
+        """Add a tile's score gradient to the bias's, summed over the axes along which the bias was broadcast."""
+        axes = tuple(axis for axis, n in enumerate(dbias.shape) if n == 1)
+        dbias += dscores.sum(axis=axes, keepdims=True)
+
+    def _beside_ones(self, name: str, x: Array) -> Array:
+        """Return rows of d features as ``(kv heads, d + 1, rows)`` with ones below."""
+        x_t = self.buffers.take(name, (x.shape[0], x.shape[2] + 1, x.shape[1]))
+        x_t[:, :-1] = x.swapaxes(1, 2)
+        x_t[:, -1] = 1
+        return x_t
+
+
+def _span(task: Task, rows: tuple[int, int], groups: int) -> slice:
+    """Return where some queries stand among the rows of their task."""
+    return slice((rows[0] - task.start) * groups, (rows[1] - task.start) * groups)
+
+
+def _summed(dx: Array, shape: tuple[int, ...], whole: tuple[int, ...]) -> Array:
+    """Return a gradient in an operand's shape: unfolded, and summed over the batch axes that were broadcast."""
+    dx = dx.reshape(whole)
+    extra = len(whole) - len(shape)
+    axes = (*range(extra), *(i + extra for i, n in enumerate(shape) if n != whole[i + extra]))
+    return dx.sum(axis=axes).reshape(shape) if axes else dx

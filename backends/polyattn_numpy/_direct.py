@@ -1,0 +1,137 @@
+"""The direct kernel: a small problem as it is written, all its scores at once, without tiles or threads.
+
+Decoding is such a problem however many keys there are: one query has no more scores than there are keys.
+Vaswani et al., "Attention is all you need" (2017), equation 1. A result that is not finite where keys
+are excluded is left to the generic kernel, which isolates them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from polyattn.backend import Array, Problem, TiledKernel, allowed_in
+
+from ._blocked import BlockedKernel, cap, wide
+from ._threads import blas_within_limit
+
+__all__ = ["DirectKernel"]
+
+TILED = TiledKernel()
+SCORES = 2**16
+
+
+class DirectKernel:
+    """Attention on few scores, or of one query."""
+
+    name = "direct"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support what the blocked kernel does, as long as it is small."""
+        if problem.sizes.n_q > 1 and math.prod(problem.sizes.scores) > SCORES:
+            return f"it is for one query, or for at most {SCORES} scores"
+        return BlockedKernel().supports(problem)
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
+        sizes, dtype = problem.sizes, wide(problem)
+        q_, k_, v_ = (x.astype(dtype, copy=False) for x in (q, k, v))
+        with blas_within_limit():
+            scores, _, allowed = _scores(q_, k_, problem)  # (…, H, n_q, n_k)
+            largest = scores.max(axis=-1, keepdims=True)  # (…, H, n_q, 1)
+            if problem.sinks is not None:
+                largest = np.maximum(largest, problem.sinks[:, None, None], dtype=dtype)
+            if allowed is not None or problem.sinks is not None:
+                largest[np.isneginf(largest)] = 0  # nothing to attend to
+            np.exp(np.subtract(scores, largest, out=scores), out=scores)
+            total = scores.sum(axis=-1, keepdims=True)
+            if problem.sinks is not None:
+                total += np.exp(problem.sinks[:, None, None] - largest)
+            out = _by_head(_by_kv_head(scores, problem) @ v_, problem)  # (…, H, n_q, d_v)
+        if allowed is not None:
+            empty = total == 0
+            if empty.any():
+                if (allowed & empty).any():  # scores that are all −inf, and none of them excluded
+                    return TILED.forward(q, k, v, problem)
+                total[empty] = 1
+            if not np.isfinite(out.sum()):
+                return TILED.forward(q, k, v, problem)
+            largest[empty] = -math.inf
+        out = _of_shape(out / total, (*sizes.scores[:-1], sizes.d_v))
+        lse = (np.log(total) + largest)[..., 0]
+        return out.astype(q.dtype, copy=False), _of_shape(lse, sizes.scores[:-1])
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Reverse the lines of the forward, with the scores computed again."""
+        dtype = wide(problem)
+        q_, k_, v_, dout_ = (x.astype(dtype, copy=False) for x in (q, k, v, dout))
+        with blas_within_limit():
+            scores, capped, allowed = _scores(q_, k_, problem)
+            lse_ = np.where(np.isneginf(lse), 0, lse)[..., None]  # (…, H, n_q, 1)
+            weights = np.exp(np.subtract(scores, lse_, out=scores), out=scores)
+            # out = weights v
+            dv = _by_kv_head(weights, problem).swapaxes(-1, -2) @ _by_kv_head(dout_, problem)  # (…, H_kv, n_k, d_v)
+            dweights = _by_head(_by_kv_head(dout_, problem) @ v_.swapaxes(-1, -2), problem)  # (…, H, n_q, n_k)
+            shift = -np.vecdot(dout_, out, dtype=dtype)  # (…, H, n_q)
+            if dlse is not None:
+                shift = shift + dlse
+            dscores = weights * (dweights + shift[..., None])
+            dbias = None if problem.bias is None else _unbroadcast(dscores, problem.bias)
+            dsinks = None
+            if problem.sinks is not None:
+                sink_weights = np.exp(problem.sinks[:, None] - lse_[..., 0], dtype=dtype)
+                dsinks = _unbroadcast((sink_weights * shift).sum(axis=-1), problem.sinks)
+            if problem.softcap is not None:  # c · tanh(score / c)
+                dscores = dscores * (1 - (capped / problem.softcap) ** 2)
+            dscores = dscores * problem.scale  # not in place: dbias may be this array
+            dq = _by_head(_by_kv_head(dscores, problem) @ k_, problem)  # (…, H, n_q, d_k)
+            dk = _by_kv_head(dscores, problem).swapaxes(-1, -2) @ _by_kv_head(q_, problem)  # (…, H_kv, n_k, d_k)
+        grads = (_unbroadcast(dq, q), _unbroadcast(dk, k), _unbroadcast(dv, v), dbias, dsinks)
+        if allowed is not None and not all(np.isfinite(dx.sum()) for dx in grads if dx is not None):
+            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+        return grads
+
+
+def _scores(q: Array, k: Array, problem: Problem) -> tuple[Array, Array, Array | None]:
+    """Return the scores (…, H, n_q, n_k), −inf where excluded; those before bias and exclusion; what is allowed."""
+    sizes = problem.sizes
+    capped = scores = _by_head(_by_kv_head(q * problem.scale, problem) @ k.swapaxes(-1, -2), problem)
+    cap(scores, problem)
+    allowed = allowed_in(problem, slice(0, sizes.n_q), slice(0, sizes.n_k))
+    if problem.bias is not None:
+        scores = scores + problem.bias.astype(scores.dtype, copy=False)
+    elif problem.softcap is not None:
+        scores = scores.copy()
+    if allowed is not None:
+        scores = np.where(allowed, scores, scores.dtype.type(-math.inf))
+    return scores, capped, allowed
+
+
+def _by_kv_head(x: Array, problem: Problem) -> Array:
+    """Return ``(…, H, n, d)`` as ``(…, H_kv, groups · n, d)``: heads that share a key head are rows of one product."""
+    sizes = problem.sizes
+    if sizes.heads == sizes.kv_heads:
+        return x
+    return x.reshape(*x.shape[:-3], sizes.kv_heads, sizes.heads // sizes.kv_heads * x.shape[-2], x.shape[-1])
+
+
+def _by_head(x: Array, problem: Problem) -> Array:
+    """Reverse :func:`_by_kv_head`."""
+    sizes = problem.sizes
+    if sizes.heads == sizes.kv_heads:
+        return x
+    return x.reshape(*x.shape[:-3], sizes.heads, x.shape[-3] * x.shape[-2] // sizes.heads, x.shape[-1])
+
+
+def _of_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else np.broadcast_to(x, shape).copy()
+
+
+def _unbroadcast(dx: Array, x: Array) -> Array:
+    """Sum a gradient over the axes along which ``x`` was broadcast, and return it in the dtype of ``x``."""
+    extra = dx.ndim - x.ndim
+    axes = (*range(extra), *(i + extra for i, n in enumerate(x.shape) if n != dx.shape[i + extra]))
+    return (dx.sum(axis=axes).reshape(x.shape) if axes else dx).astype(x.dtype, copy=False)
