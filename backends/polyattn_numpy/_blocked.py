@@ -191,16 +191,15 @@ class Forward:
         self, task: Task, rows: tuple[int, int], out: Array, total: Array, largest: Array, *, safe: bool
     ) -> bool:
         """Divide by the sums and put the rows into the results, unless they may have lost digits."""
-        power = float(np.vdot(out, out))
-        if safe and not (math.isfinite(power) and power >= SMALL[self.call.dtype.name]):
+        if safe and not SMALL[self.call.dtype.name] <= float(np.vdot(out, out)) < math.inf:
             return False
-        if not math.isfinite(power) and not np.isfinite(out).all():
+        if not finite(out):
             raise NotFinite
-        to = (out.shape[0], rows[1] - rows[0], self.call.groups)
-        out /= (total if total.all() else np.where(total == 0, 1, total))[..., None]
-        self.call.by_row(self.out, task, *rows)[...] = out.reshape(*to, -1)
-        lse = np.log(total) + largest
-        self.call.by_row(self.lse, task, *rows)[...] = lse.reshape(to)
+        by_head = (out.shape[0], rows[1] - rows[0], self.call.groups)
+        divisor = (total if total.all() else np.where(total == 0, 1, total)).reshape(*by_head, 1)
+        to = self.call.by_row(self.out, task, *rows)
+        np.divide(out.reshape(to.shape), divisor, out=to, dtype=self.call.dtype, casting="unsafe")
+        self.call.by_row(self.lse, task, *rows)[...] = (np.log(total) + largest).reshape(by_head)
         return True
 
 
@@ -243,6 +242,11 @@ def score_bound(q: Array, k: Array, problem: Problem) -> float:
     if problem.bias is not None and math.isfinite(bound):  # nothing is known of a bias, but −inf only excludes
         bound = max(bound, 1e9)
     return bound
+
+
+def finite(x: Array) -> bool:
+    """Say whether there is no NaN or infinity, as a rule in one fast pass."""
+    return math.isfinite(float(np.vdot(x, x))) or bool(np.isfinite(x).all())
 
 
 def cap(scores: Array, problem: Problem) -> None:

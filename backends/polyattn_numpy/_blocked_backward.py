@@ -14,7 +14,7 @@ import numpy as np
 
 from polyattn.backend import Array, Problem
 
-from ._blocked import Buffers, NotFinite, cap, threads_for, wide
+from ._blocked import Buffers, NotFinite, cap, finite, threads_for, wide
 from ._layout import Call, Task, dense, folded
 from ._threads import run
 
@@ -68,7 +68,7 @@ def backward(
         _summed(dx.sum(axis=0) if pieces > 1 else dx[0], x.shape, (*problem.sizes.batch, *x.shape[-3:]))
         for dx, x in ((grads.dk, k), (grads.dv, v))
     )
-    if grads.dbias is not None and not np.isfinite(grads.dbias.sum()):
+    if grads.dbias is not None and not finite(grads.dbias):
         raise NotFinite
     dsinks = None if grads.dsinks is None else grads.dsinks.reshape(-1, inner.sizes.heads).sum(axis=0)
     found = (_summed(dq, q.shape, dq.shape), dk, dv, grads.dbias, dsinks)
@@ -96,15 +96,14 @@ class Backward:
         dq.fill(0)
         for start, stop in call.tiles(task):
             here = slice(start - first, stop - first)
-            dk, dv = self._keys(task, (start, stop), q, dout, k[:, here], v[:, here], dq)
-            if not (np.isfinite(dk.sum()) and np.isfinite(dv.sum())):
+            dk, dv = (dx[task.piece][task.entry][task.kv_heads, start:stop] for dx in (self.grads.dk, self.grads.dv))
+            self._keys(task, (start, stop), q, dout, k[:, here], v[:, here], dq, dk, dv)
+            if not (finite(dk) and finite(dv)):
                 raise NotFinite
-            for grad, total in ((dk, self.grads.dk), (dv, self.grads.dv)):
-                total[task.piece][task.entry][task.kv_heads, start:stop] = grad
-        if not np.isfinite(dq.sum()):
+        if not finite(dq):
             raise NotFinite
         to = call.by_row(self.grads.dq, task, task.start, task.stop)
-        to[...] = np.multiply(dq, call.problem.scale, out=dq).reshape(to.shape)
+        np.multiply(dq.reshape(to.shape), call.problem.scale, out=to, dtype=call.dtype, casting="unsafe")
 
     def _rows(self, task: Task) -> tuple[Array, Array]:
         """Return scaled queries beside −lse, and dout beside what the softmax's Jacobian subtracts from dweights."""
@@ -131,14 +130,13 @@ class Backward:
         return q.reshape(q.shape[0], -1, q.shape[3]), dout.reshape(dout.shape[0], -1, dout.shape[3])
 
     def _keys(
-        self, task: Task, columns: tuple[int, int], q: Array, dout: Array, k: Array, v: Array, dq: Array
-    ) -> tuple[Array, Array]:
-        """Return dk and dv of a tile of keys, and add to dq what they give the queries."""
+        self, task: Task, columns: tuple[int, int], q: Array, dout: Array, k: Array, v: Array,
+        dq: Array, dk: Array, dv: Array,
+    ) -> None:  # fmt: skip
+        """Put the gradients of a tile of keys into dk and dv, still zero, and add to dq what it gives the queries."""
         call, take = self.call, self.buffers.take
         k_t, v_t = self._beside_ones("k_t", k), self._beside_ones("v_t", v)  # (kv heads, d + 1, keys)
-        dk, dv = take("dk", k.shape), take("dv", v.shape)
-        dk.fill(0)
-        dv.fill(0)
+        untouched = True
         for start in range(task.start, task.stop, call.rows):
             rows = (start, min(start + call.rows, task.stop))
             first, last = call.keys(task, *rows)
@@ -148,10 +146,14 @@ class Backward:
             here, keys = _span(task, rows, call.groups), slice(a - columns[0], b - columns[0])
             operands = q[:, here], dout[:, here], k_t[:, :, keys], v_t[:, :, keys]
             weights, dscores = self._tile(task, rows, (a, b), *operands)
-            dv[:, keys] += np.matmul(weights.swapaxes(1, 2), dout[:, here, :-1], out=take("dv'", dv[:, keys].shape))
-            dk[:, keys] += np.matmul(dscores.swapaxes(1, 2), q[:, here, :-1], out=take("dk'", dk[:, keys].shape))
             dq[:, here] += np.matmul(dscores, k[:, keys], out=take("dq'", dq[:, here].shape))
-        return dk, dv
+            for dx, left, right in ((dv, weights, dout), (dk, dscores, q)):
+                if untouched and (a, b) == columns:
+                    np.matmul(left.swapaxes(1, 2), right[:, here, :-1], out=dx)
+                else:
+                    part = take("part", (*dx.shape[:1], b - a, dx.shape[2]))
+                    dx[:, keys] += np.matmul(left.swapaxes(1, 2), right[:, here, :-1], out=part)
+            untouched = False
 
     def _tile(
         self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, dout: Array, k_t: Array, v_t: Array
