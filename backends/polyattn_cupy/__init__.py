@@ -8,6 +8,8 @@ import numpy as np
 
 from polyattn.backend import Array, Backend, Status
 
+from ._kernel import CublasKernel
+
 __all__ = ["backend"]
 
 
@@ -17,6 +19,7 @@ class CupyBackend(Backend):
     name = "cupy"
     array_modules = ("cupy",)
     install = 'pip install "polyattn[cuda13x]"   (or [cuda12x], to match the CUDA driver)'
+    kernels = (CublasKernel(),)
 
     def status(self) -> Status:
         """Import CuPy and count the CUDA devices."""

@@ -1,0 +1,53 @@
+"""The kernel as polyattn sees it: what it computes, and what not. It imports CuPy only when it runs."""
+
+from __future__ import annotations
+
+from polyattn.backend import Array, Problem, dtype_name
+
+__all__ = ["CublasKernel"]
+
+DTYPES = ("float16", "float32", "float64")
+
+
+class CublasKernel:
+    """Attention tile by tile: batched cuBLAS products, and one device function between two of them.
+
+    Everything is queued on CuPy's current stream; nothing is waited for. The products take
+    float16 as it is and sum in float32, with weights rounded to float16, as fused kernels do;
+    float32 is multiplied in float32, never in TF32.
+    """
+
+    name = "cublas"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Refuse dropout, bfloat16, and masks or biases that one batch stride cannot describe."""
+        if problem.dropout != 0:
+            return "it has no dropout"
+        if problem.dtype not in DTYPES:
+            return f"it computes in {', '.join(DTYPES)}, not in {problem.dtype}"
+        if problem.bias is not None:
+            dtype = dtype_name(problem.bias.dtype)
+            if dtype not in DTYPES or (dtype == "float64" != problem.dtype):
+                return f"it adds no {dtype} bias to the scores of {problem.dtype} inputs"
+        batch = problem.sizes.batch
+        for name, x in (("mask", problem.mask), ("bias", problem.bias)):
+            lead = () if x is None else tuple(x.shape[:-3])
+            if set(lead) - {1} and (1,) * (len(batch) - len(lead)) + lead != batch:
+                return f"the {name}'s leading axes {lead} are broadcast in part"
+        return None
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Return ``out`` and ``lse``."""
+        from ._tiles import forward
+
+        with q.device:
+            return forward(q, k, v, problem)
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Return the gradients of q, k, v, bias and sinks."""
+        from ._tiles import backward
+
+        with q.device:
+            return backward(dout, dlse, q, k, v, out, lse, problem)

@@ -1,0 +1,186 @@
+// What happens to a tile of scores between two matrix products. Compiled by NVRTC when it is first used, for
+// T, the type of scores and sums, W, that of inputs and weights, and B, that of the bias.
+// A tile's rows lie as (batch * kv_heads, groups * n_q), a query of one head each; a block works on one row.
+
+#if HALF
+#include <cuda_fp16.h>
+#endif
+
+using T = SCORE;
+using W = WEIGHT;
+using B = BIAS;
+
+#define INF T(1e300 * 1e300)  // NVRTC has no INFINITY
+
+// Filled from Python: every member has eight bytes. Null pointers are absent arguments; strides count elements.
+struct Tile {
+    long long kv_heads, groups, n_q, n_k;      // lengths of this tile's axes
+    long long batch, query, key;               // where it starts
+    long long all_q, all_k;                    // the queries and keys of the whole problem
+    long long offset, left, right, length;     // static positions
+    const long long *offsets, *lengths;        // (B): in place of the static ones
+    const long long *q_segments, *k_segments;  // (B, all_q), (B, all_k)
+    const bool* mask;
+    long long mask_batch, mask_head, mask_query, mask_key;
+    const B* bias;
+    long long bias_batch, bias_head, bias_query, bias_key;
+    double scale, softcap;                     // softcap 0: none
+    long long plain;                           // no segments, mask, bias or softcap
+};
+
+// What a row may see: keys from first to before last, of its own segment, where the mask is true and the bias not -inf.
+struct Row {
+    int first, last;
+    long long segment;
+    const long long* segments;
+    const bool* mask;
+    const B* bias;
+};
+
+__device__ int within(const Tile& t, long long key) {
+    return key < t.key ? 0 : key - t.key > t.n_k ? t.n_k : key - t.key;
+}
+
+__device__ Row row_of(const Tile& t, long long index) {
+    long long matrix = index / (t.groups * t.n_q), group = index / t.n_q % t.groups, query = t.query + index % t.n_q;
+    long long batch = t.batch + matrix / t.kv_heads, head = matrix % t.kv_heads * t.groups + group;
+    long long position = (t.offsets ? t.offsets[batch] : t.offset) + query;
+    long long length = t.lengths ? t.lengths[batch] : t.length, stop = position + t.right + 1;
+    Row row = {within(t, position - t.left), within(t, stop < length ? stop : length), 0, 0, 0, 0};
+    if (t.q_segments) {
+        row.segment = t.q_segments[batch * t.all_q + query];
+        row.segments = t.k_segments + batch * t.all_k + t.key;
+    }
+    if (t.mask)
+        row.mask = t.mask + batch * t.mask_batch + head * t.mask_head + query * t.mask_query + t.key * t.mask_key;
+    if (t.bias)
+        row.bias = t.bias + batch * t.bias_batch + head * t.bias_head + query * t.bias_query + t.key * t.bias_key;
+    return row;
+}
+
+template <bool plain> __device__ bool allowed(const Tile& t, const Row& row, int key) {
+    if (key < row.first || key >= row.last) return false;
+    return plain || ((!row.segments || row.segments[key] == row.segment) && (!row.mask || row.mask[key * t.mask_key])
+        && (!row.bias || T(row.bias[key * t.bias_key]) != -INF));
+}
+
+template <bool plain> __device__ T capped(const Tile& t, T product) {
+    T score = product * T(t.scale);
+    return plain || !t.softcap ? score : tanh(score / T(t.softcap)) * T(t.softcap);
+}
+
+template <bool plain> __device__ T biased(const Tile& t, const Row& row, int key, T score) {
+    return plain || !row.bias ? score : score + T(row.bias[key * t.bias_key]);
+}
+
+struct Larger {
+    __device__ T operator()(T a, T b) const { return a > b || a != a ? a : b; }  // NaN is the largest
+};
+
+struct Sum {
+    __device__ T operator()(T a, T b) const { return a + b; }
+};
+
+// Join x over the threads of a block, which are whole warps; every thread gets the result.
+template <class Join> __device__ T over_block(T x, Join join) {
+    __shared__ T warps[32];
+    for (int distance = 16; distance; distance /= 2) x = join(x, __shfl_xor_sync(0xffffffff, x, distance));
+    __syncthreads();  // what the last call left there has been read
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = warps[0];
+    for (int warp = 1; warp < blockDim.x / 32; warp++) x = join(x, warps[warp]);
+    return x;
+}
+
+// weights = exp(score - largest), exactly 0 where excluded; largest and total (rows) and out (rows, d) are brought to
+// the new largest score. weights may be products itself.
+template <bool plain> __forceinline__ __device__ void exponentials_of_row(
+    const T* products, W* weights, T* total, T* largest, T* out, int d, const Tile& t, const Row& row
+) {
+    T before = *largest, top = before, sum = 0;
+    for (int key = row.first + threadIdx.x; key < row.last; key += blockDim.x)
+        if (allowed<plain>(t, row, key))
+            top = Larger()(top, biased<plain>(t, row, key, capped<plain>(t, products[key])));
+    top = over_block(top, Larger());
+    for (int key = threadIdx.x; key < t.n_k; key += blockDim.x) {
+        T weight = 0;
+        if (allowed<plain>(t, row, key))  // NaN where all scores so far are -inf, as it should be
+            weight = exp(biased<plain>(t, row, key, capped<plain>(t, products[key])) - top);
+        weights[key] = W(weight);
+        sum += weight;
+    }
+    sum = over_block(sum, Sum());
+    // Beside a larger score those of -inf have no weight, though alone they made total and out NaN.
+    bool forget = before == -INF && top != -INF;
+    T factor = top == before ? T(1) : exp(before - top);
+    for (int c = threadIdx.x; c < d && factor != T(1); c += blockDim.x) out[c] = forget ? T(0) : out[c] * factor;
+    if (threadIdx.x == 0) {
+        *total = (forget ? T(0) : *total * factor) + sum;
+        *largest = top;
+    }
+}
+
+extern "C" __global__ void exponentials(
+    const T* products, W* weights, T* total, T* largest, T* out, long long d, Tile t
+) {
+    long long index = blockIdx.x, at = index * t.n_k;
+    Row row = row_of(t, index);
+    products += at, weights += at, total += index, largest += index, out += index * d;
+    if (t.plain)
+        exponentials_of_row<true>(products, weights, total, largest, out, d, t, row);
+    else
+        exponentials_of_row<false>(products, weights, total, largest, out, d, t, row);
+}
+
+// weights = exp(score - lse); dscores = weights * (dweights + shift), times the softcap's slope. Where there is a bias
+// raw gets dscores without the slope. weights may be products, and dscores dweights.
+template <bool plain> __forceinline__ __device__ void gradients_of_row(
+    const T* products, const T* dweights, W* weights, W* dscores, T* raw, T lse, T shift, const Tile& t, const Row& row
+) {
+    for (int key = threadIdx.x; key < t.n_k; key += blockDim.x) {
+        T weight = 0, dscore = 0, slope = 1, dweight = dweights[key];
+        if (allowed<plain>(t, row, key)) {
+            T score = capped<plain>(t, products[key]), tangent = plain || !t.softcap ? T(0) : score / T(t.softcap);
+            slope = 1 - tangent * tangent;
+            weight = exp(biased<plain>(t, row, key, score) - lse);
+            dscore = weight * (dweight + shift);
+        }
+        if (!plain && t.bias) raw[key] = dscore;
+        weights[key] = W(weight);
+        dscores[key] = W(dscore * slope);
+    }
+}
+
+extern "C" __global__ void gradients(
+    const T* products, const T* dweights, W* weights, W* dscores, T* raw, const T* lse, const T* shift, Tile t
+) {
+    long long index = blockIdx.x, at = index * t.n_k;
+    Row row = row_of(t, index);
+    products += at, dweights += at, weights += at, dscores += at, raw += at;
+    if (t.plain)
+        gradients_of_row<true>(products, dweights, weights, dscores, raw, lse[index], shift[index], t, row);
+    else
+        gradients_of_row<false>(products, dweights, weights, dscores, raw, lse[index], shift[index], t, row);
+}
+
+// Add to out what a product of tile and x left out: the entries of x that are not finite, where they are allowed.
+// out (N, queries or keys, d) += tile (N, queries, keys) or its transpose @ x. odd marks the rows of x with such an
+// entry, some says whether there are any. Steps lead from matrix to matrix.
+extern "C" __global__ void put_back(
+    const W* tile, const W* x, const bool* odd, const bool* some, T* out, long long x_step, long long odd_step,
+    long long out_step, long long d, long long transposed, Tile t
+) {
+    if (!*some) return;
+    long long rows = t.groups * t.n_q, into = transposed ? t.n_k : rows, over = transposed ? rows : t.n_k;
+    long long matrix = blockIdx.x / into, to = blockIdx.x % into;
+    for (long long from = 0; from < over; from++) {
+        if (!odd[matrix * odd_step + from]) continue;
+        long long index = matrix * rows + (transposed ? from : to), key = transposed ? to : from;
+        if (!allowed<false>(t, row_of(t, index), key)) continue;
+        for (long long c = threadIdx.x; c < d; c += blockDim.x) {
+            T value = T(x[matrix * x_step + from * d + c]);
+            if (!isfinite(value)) out[matrix * out_step + to * d + c] += T(tile[index * t.n_k + key]) * value;
+        }
+    }
+}
