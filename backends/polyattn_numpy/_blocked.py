@@ -42,9 +42,9 @@ class BlockedKernel:
     name = "blocked"
 
     def supports(self, problem: Problem) -> str | None:
-        """Support all but dropout, and a bias that is wider than the inputs."""
-        if problem.dropout:
-            return "dropout is left to the generic kernel"
+        """Support all but a dropout of 1, and a bias that is wider than the inputs."""
+        if problem.dropout == 1:
+            return "a dropout of 1 is left to the generic kernel"
         if problem.bias is not None and problem.bias.dtype.itemsize > wide(problem).itemsize:
             return "a float64 bias of narrower inputs is left to the generic kernel"
         return None
@@ -137,6 +137,8 @@ class Forward:
                     np.copyto(excluded[1], -math.inf, where=excluded[0])
                 self._rebase(scores, None if part is out else out, total, largest)
             total += np.matmul(scores, self.buffers.ones(stop - start))
+            if call.problem.dropout:
+                scores *= call.kept(task, rows, (start, stop), take)
             np.matmul(scores, v_t, out=part)
             if part is out:
                 part = take("part", out.shape)
@@ -197,6 +199,8 @@ class Forward:
             raise NotFinite
         by_head = (out.shape[0], rows[1] - rows[0], self.call.groups)
         divisor = (total if total.all() else np.where(total == 0, 1, total)).reshape(*by_head, 1)
+        if self.call.problem.dropout:
+            divisor = divisor * (1 - self.call.problem.dropout)
         to = self.call.by_row(self.out, task, *rows)
         np.divide(out.reshape(to.shape), divisor, out=to, dtype=self.call.dtype, casting="unsafe")
         self.call.by_row(self.lse, task, *rows)[...] = (np.log(total) + largest).reshape(by_head)
@@ -210,12 +214,12 @@ class Buffers:
         self.dtype = dtype
         self.held: dict[str, Array] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Array:
+    def take(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Array:
         """Return an array of that shape in the memory of that name, whatever stands in it."""
         size = math.prod(shape)
         held = self.held.get(name)
         if held is None or held.size < size:
-            held = self.held[name] = np.empty(size, dtype=self.dtype)
+            held = self.held[name] = np.empty(size, dtype=dtype or self.dtype)
         return held[:size].reshape(shape)
 
     def ones(self, length: int) -> Array:

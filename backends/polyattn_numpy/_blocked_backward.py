@@ -115,7 +115,7 @@ class Backward:
         np.multiply(q_, problem.scale, out=q[..., :-1], dtype=dtype)
         lse = np.where(np.isneginf(lse), 0, lse)  # in an empty row every pair is excluded in any case
         q[..., -1] = -lse
-        dout[..., :-1] = dout_
+        np.divide(dout_, 1 - problem.dropout, out=dout[..., :-1], dtype=dtype)  # as a kept weight is
         shift = -np.vecdot(dout_, out, dtype=dtype)
         if x.dlse is not None:
             shift += call.by_row(x.dlse, *span)
@@ -158,31 +158,48 @@ class Backward:
     def _tile(
         self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, dout: Array, k_t: Array, v_t: Array
     ) -> tuple[Array, Array]:
-        """Return the weights of a tile, and the gradient of its scores before the scale."""
+        """Return the weights of a tile after dropout, and the gradient of its scores before the scale."""
+        call, problem = self.call, self.call.problem
+        weights, capped = self._weights(task, rows, columns, q, k_t)
+        dscores = self.buffers.take("dscores", weights.shape)
+        if problem.dropout:
+            keep = call.kept(task, rows, columns, self.buffers.take)
+            np.matmul(dout[..., :-1], v_t[:, :-1], out=dscores)
+            dscores *= keep
+            dscores += dout[..., -1:]
+            dscores *= weights
+            weights *= keep
+        else:
+            np.matmul(dout, v_t, out=dscores)
+            dscores *= weights
+        if self.grads.dbias is not None:
+            by_head = dscores.reshape(dscores.shape[0], rows[1] - rows[0], -1, dscores.shape[2])
+            self._add_bias(by_head, call.pairs(self.grads.dbias, task, rows, columns))
+        if capped is not None and problem.softcap is not None:  # c · tanh(score / c)
+            capped /= problem.softcap
+            dscores *= 1 - capped * capped
+        return weights, dscores
+
+    def _weights(
+        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, k_t: Array
+    ) -> tuple[Array, Array | None]:
+        """Return the normalised weights of a tile, and its scores after a softcap, if there is one."""
         call, problem, take = self.call, self.call.problem, self.buffers.take
-        shape = (*q.shape[:2], k_t.shape[2])
-        by_head = (shape[0], rows[1] - rows[0], -1, shape[2])  # (kv heads, queries, groups, keys)
-        capped = None
+        shape, capped = (*q.shape[:2], k_t.shape[2]), None
         if problem.softcap is None:
             scores = np.matmul(q, k_t, out=take("scores", shape))
         else:
             capped = np.matmul(q[..., :-1], k_t[:, :-1], out=take("capped", shape))
             cap(capped, problem)
             scores = np.add(capped, q[..., -1:], out=take("scores", shape))
+        by_head = scores.reshape(shape[0], rows[1] - rows[0], -1, shape[2])  # (kv heads, queries, groups, keys)
         if problem.bias is not None:
-            scores.reshape(by_head)[...] += call.pairs(problem.bias, task, rows, columns)
+            by_head += call.pairs(problem.bias, task, rows, columns)
         weights = np.exp(scores, out=scores)
         excluded = None if call.plain else call.excluded(task, rows, columns)
         if excluded is not None:
-            np.copyto(weights.reshape(by_head), 0, where=excluded)
-        dscores = np.matmul(dout, v_t, out=take("dscores", shape))
-        dscores *= weights
-        if self.grads.dbias is not None:
-            self._add_bias(dscores.reshape(by_head), call.pairs(self.grads.dbias, task, rows, columns))
-        if capped is not None and problem.softcap is not None:  # c · tanh(score / c)
-            capped /= problem.softcap
-            dscores *= 1 - capped * capped
-        return weights, dscores
+            np.copyto(by_head, 0, where=excluded)
+        return weights, capped
 
     def _add_bias(self, dscores: Array, dbias: Array) -> None:
         """Add a tile's score gradient to the bias's, summed over the axes along which the bias was broadcast."""

@@ -28,7 +28,9 @@ class DirectKernel:
     name = "direct"
 
     def supports(self, problem: Problem) -> str | None:
-        """Support what the blocked kernel does, as long as it is small."""
+        """Support what the blocked kernel does but dropout, as long as it is small."""
+        if problem.dropout:
+            return "dropout is left to the kernels that work in tiles"
         if problem.sizes.n_q > 1 and math.prod(problem.sizes.scores) > SCORES:
             return f"it is for one query, or for at most {SCORES} scores"
         return BlockedKernel().supports(problem)

@@ -12,6 +12,8 @@ import numpy as np
 
 from polyattn.backend import Array, Problem
 
+from ._keep import keep_mask
+
 __all__ = ["Call", "Task", "dense", "folded"]
 
 ROWS, COLUMNS = 256, 512  # of a tile
@@ -114,6 +116,16 @@ class Call:
             conditions.append((q_ids[:, None] != k_ids)[:, None, :])  # (queries, 1, keys)
         there = [condition for condition in conditions if condition is not None]
         return functools.reduce(np.logical_or, there) if there else None
+
+    def kept(self, task: Task, rows: tuple[int, int], columns: tuple[int, int], take: Any) -> Array:
+        """Return which weights of a tile dropout keeps, as ``(kv heads, rows, keys)``."""
+        problem, heads = self.problem, self.heads(task)
+        entry = int(np.ravel_multi_index(task.entry, problem.sizes.batch)) if task.entry else 0
+        head = (entry * problem.sizes.heads + np.arange(heads.start, heads.stop)).reshape(-1, 1, self.groups)
+        row = head * problem.sizes.n_q + np.arange(*rows)[:, None]  # (kv heads, queries, groups)
+        seed = 0 if problem.seed is None else int(problem.seed)
+        keep = keep_mask(row.astype(np.uint32), *columns, seed, problem.dropout, take)
+        return keep.reshape(row.shape[0], -1, keep.shape[-1])
 
     def pairs(self, x: Array, task: Task, rows: tuple[int, int], columns: tuple[int, int]) -> Array:
         """View a tile of a mask or bias as (kv heads, queries, groups, keys); axes that broadcast stay of length 1."""

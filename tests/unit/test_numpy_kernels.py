@@ -37,10 +37,6 @@ def normal(*shapes: tuple[int, ...], seed: int = 0, dtype: str = "float32") -> A
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_case(case: Any, kernel: str, tiny: None) -> None:
     problem = case.problem()
-    if problem.arguments.get("dropout"):
-        with pytest.raises(pa.KernelUnsupportedError, match="dropout is left to the generic kernel"):
-            pa.attention(*problem.inputs, kernel=kernel, **problem.arguments)
-        return
     out, cache = pa.attention_forward(*problem.inputs, kernel=kernel, **problem.arguments)
     grads = pa.attention_backward(problem.dout, cache, problem.dlse)
     expected = ref.attention(*problem.inputs, **problem.arguments)
@@ -60,7 +56,9 @@ def test_every_case(case: Any, kernel: str, tiny: None) -> None:
         ((1, 8, 1, 8), {}, "direct"),
         ((2, 4, 300, 8), {}, "blocked"),
         ((2, 4, 300, 8), {"causal": True, "window": (70, None), "softcap": 2.0}, "blocked"),
-        ((2, 4, 300, 8), {"dropout": 0.1, "seed": 1}, "tiled"),
+        ((2, 4, 300, 8), {"dropout": 0.1, "seed": 1}, "blocked"),
+        ((2, 4, 8, 8), {"dropout": 0.1, "seed": 1}, "blocked"),
+        ((2, 4, 8, 8), {"dropout": 1.0}, "tiled"),
         ((2, 4, 8, 8), {"bias": np.zeros((8, 8))}, "tiled"),
     ],
 )
@@ -80,6 +78,20 @@ def test_a_forced_kernel_says_why_not() -> None:
         pa.KernelUnsupportedError, match="a float64 bias of narrower inputs is left to the generic kernel"
     ):
         pa.attention(q, q, q, kernel="blocked", bias=np.zeros(300))
+
+
+@pytest.mark.parametrize("seed", [0, 7, -(2**40), 2**63, np.int32(-5), np.array(2**32 - 1, dtype=np.uint32)], ids=str)
+@pytest.mark.parametrize("heads", [(6, 6), (6, 2)])
+def test_dropout_keeps_the_same_weights_as_the_generic_kernel(seed: Any, heads: tuple[int, int], tiny: None) -> None:
+    shapes = [(2, h, n, 3) for h, n in zip((heads[0], heads[1], heads[1], heads[0]), (5, 11, 11, 5), strict=True)]
+    q, k, v, dout = normal(*shapes, dtype="float64")
+    results = []
+    for kernel in ("plain", "blocked"):
+        arguments = {"dropout": 0.4, "seed": seed, "kernel": kernel, "window": (3, 2), "softcap": 3.0}
+        out, cache = pa.attention_forward(q, k, v, **arguments)
+        results.append([out, cache.lse, *pa.attention_backward(dout, cache)[:3]])
+    for plain, blocked in zip(*results, strict=True):
+        assert_close(blocked, plain)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,0 +1,59 @@
+"""Which weights of a tile dropout keeps: Threefry-2x32 with 13 rounds, in place and in uint32.
+
+The bits are those of :func:`polyattn.attention` on every backend (Salmon, Moraes, Dror and Shaw, "Parallel
+random numbers: as easy as 1, 2, 3", SC 2011): key = the seed's low and high half, counter = (flattened
+batch·head·query row, key // 4), four 16-bit lanes a block, kept iff lane ≥ round(65536·p).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array
+
+__all__ = ["keep_mask"]
+
+ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+PARITY = 0x1BD11BDA
+ROUNDS = 13
+MASK = 0xFFFFFFFF
+
+
+def keep_mask(
+    rows: Array, start: int, stop: int, seed: int, dropout: float, take: Callable[[str, tuple[int, ...], Any], Array]
+) -> Array:
+    """Return which keys from ``start`` to before ``stop`` each row keeps, boolean ``(rows, keys)``; 0 < dropout < 1.
+
+    ``take(name, shape, dtype)`` gives memory for the words.
+    """
+    first, last = start // 4, -(-stop // 4)
+    shape = (rows.size, last - first)
+    x0, x1, spare = (take(name, shape, np.uint32) for name in ("x0", "x1", "spare"))
+    x0[...] = rows.reshape(-1, 1)
+    x1[...] = np.arange(first, last, dtype=np.uint32)
+    threefry(seed & MASK, seed >> 32 & MASK, x0, x1, spare)
+    words = take("words", (*shape, 2), np.dtype("<u4"))  # low half before high half, first word before second
+    words[..., 0], words[..., 1] = x0, x1
+    lanes = words.view("<u2").reshape(rows.size, -1)[:, start - 4 * first : stop - 4 * first]
+    return np.greater_equal(lanes, round(65536 * dropout), out=take("keep", lanes.shape, np.bool_))
+
+
+def threefry(key0: int, key1: int, x0: Array, x1: Array, spare: Array) -> None:
+    """Put the two words of Threefry-2x32 in place of their counters."""
+    keys = tuple(np.uint32(key) for key in (key0, key1, key0 ^ key1 ^ PARITY))
+    x0 += keys[0]
+    x1 += keys[1]
+    for i in range(ROUNDS):
+        turn = np.uint32(ROTATIONS[i % 8])
+        x0 += x1
+        np.left_shift(x1, turn, out=spare)
+        np.right_shift(x1, np.uint32(32) - turn, out=x1)
+        x1 |= spare
+        x1 ^= x0
+        if i % 4 == 3:
+            step = i // 4 + 1
+            x0 += keys[step % 3]
+            x1 += np.uint32((int(keys[(step + 1) % 3]) + step) & MASK)
