@@ -10,6 +10,21 @@ settings.register_profile("fixed", derandomize=True, database=None, max_examples
 settings.register_profile("compiling", settings.get_profile("fixed"), max_examples=8)
 settings.register_profile("explore", max_examples=1000, **COMMON)
 
+# What looks at one backend in any case, or at none: it runs once, with numpy's suite.
+ONCE = {
+    "test_bench.py",
+    "test_benchmark_scripts.py",
+    "test_cupy_kernel.py",
+    "test_gpu_benchmark.py",
+    "test_numpy_kernels.py",
+    "test_numpy_threads.py",
+}
+
+
+def pytest_ignore_collect(collection_path, config):
+    once = collection_path.name in ONCE and config.getoption("--polyattn-backend") not in (None, "numpy")
+    return True if once else None
+
 
 def pytest_configure(config):
     if config.getoption("--hypothesis-profile", None) is None:
