@@ -85,16 +85,25 @@ def cupy_where_possible(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the suite on cupy; then the kit, training and an example with torch on this machine's CUDA device."""
+    """Run the suite on cupy; then the kit, training, an example and the benchmark on this machine's CUDA device."""
     extra, reason = cuda_extra()
     if not extra:
         session.error(f"a CUDA device was asked for: {reason}")
-    install(session, f"{extra},torch,cli,plot,test", *SUITE)
+    # CuPy finds CUDA's libraries and headers where a toolkit is installed; its own extra brings them in any case.
+    install(session, f"{extra},torch,cli,plot,test", f"cupy-{extra}[ctk]", *SUITE)
     run_suite(session, "cupy")
     session.run("pytest", "--polyattn-backend=torch", "--polyattn-device=cuda:0", *KIT, env=UNSELECTED)
     on_cuda, output = {"POLYATTN_BACKEND": "torch", "POLYATTN_DEVICE": "cuda:0"}, Path(session.create_tmp()).resolve()
     session.run("polyattn", "train", "--output", str(output / "train"), env=on_cuda)
     session.run("python", "examples/digits.py", "--output", str(output / "digits.png"), env=on_cuda)
+    session.run("python", "benchmarks/gpu.py", "--json", str(output / "gpu.json"), env=UNSELECTED)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Compare the figures to reach with what this machine gives; what follows -- are rows. Not one of the checks."""
+    install(session, "torch,jax,bench")
+    session.run("python", "benchmarks/targets.py", *session.posargs, env=UNSELECTED)
 
 
 @nox.session

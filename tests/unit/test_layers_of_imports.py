@@ -20,10 +20,11 @@ FRONT = "__init__"
 FLOORS = [
     ("__main__",),
     ("cli",),
-    ("training", "testing"),
+    ("training", "testing", "bench"),
     (FRONT,),
     ("interop",),
     ("layers", "optim"),
+    ("kv_cache",),
     ("functional",),
     ("selection",),
     ("conversion",),
@@ -38,7 +39,18 @@ FLOORS = [
 ]
 HEIGHT = {unit: -floor for floor, units in enumerate(FLOORS) for unit in units}
 
-FRAMEWORKS = ["torch", "jax", "cupy", "array_api_strict", "matplotlib", "typer", "rich", "pytest", "hypothesis"]
+FRAMEWORKS = [
+    "torch",
+    "jax",
+    "cupy",
+    "array_api_strict",
+    "onnxruntime",
+    "matplotlib",
+    "typer",
+    "rich",
+    "pytest",
+    "hypothesis",
+]
 
 
 def imported_modules(path: Path, package: str) -> Iterator[tuple[int, str]]:

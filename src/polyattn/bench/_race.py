@@ -1,0 +1,103 @@
+"""Timing: contestants take turns, so that what the machine does meanwhile meets all of them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+__all__ = ["quiet", "race"]
+
+LEAST_TURN = 0.010
+"""Seconds that are timed in a turn at least: shorter runs are repeated, and the mean is the turn's result."""
+WARM_UP = 0.060
+"""Seconds of untimed runs before that: after a rest it takes the scheduler tens of milliseconds to give each thread a
+core of its own (a run of 20 ms on two threads took 38 ms where this was measured)."""
+LONG = 0.5
+"""A run of so many seconds needs no warming up."""
+
+Clock = Callable[[], float]
+
+
+class Turn(NamedTuple):
+    """How often a contestant runs in each turn, before the clock is looked at and between two looks."""
+
+    untimed: int
+    timed: int
+
+
+def race(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    clock: Clock = time.perf_counter,
+    rest: Callable[[], None] = lambda: quiet(),
+    before_turn: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Return the seconds of one run, a number for each round, by contestant.
+
+    In every round each contestant has one turn, and each round begins with another contestant. Before a turn
+    ``before_turn`` is told its name, and ``rest`` is called, :func:`quiet` by default; then it runs untimed for a
+    while, which spreads its threads over the cores and fills the caches. Garbage collection is off meanwhile.
+    """
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with _no_garbage_collection():
+        turns = {}
+        for name in names:
+            rest()
+            turns[name] = _measured_turn(runs[name], clock)
+        for round_ in range(rounds):
+            first = round_ % len(names)
+            for name in names[first:] + names[:first]:
+                before_turn(name)
+                rest()
+                _timed(runs[name], turns[name].untimed, clock)
+                seconds[name].append(_timed(runs[name], turns[name].timed, clock) / turns[name].timed)
+    return seconds
+
+
+def quiet(patience: float = 0.5, step: float = 0.005) -> None:
+    """Wait until the other threads of this process sleep, or patience ends.
+
+    After its work a thread pool waits for more with its cores busy: OpenBLAS for 100 ms, onnxruntime for 50 ms, OpenMP
+    for 5 ms where this was measured. Whoever ran next would pay for it.
+    """
+    end = time.perf_counter() + patience
+    while time.perf_counter() < end:
+        busy = time.process_time()
+        time.sleep(step)
+        if time.process_time() - busy < step / 5:
+            return
+
+
+def _measured_turn(run: Callable[[], Any], clock: Clock) -> Turn:
+    """Return how many runs fill a turn."""
+    timed = 1
+    while (elapsed := _timed(run, timed, clock)) < LEAST_TURN:
+        wanted = LEAST_TURN / max(elapsed / timed, 1e-7)
+        timed = max(timed + 1, min(int(wanted * 1.2), 10 * timed))
+    once = elapsed / timed
+    return Turn(0 if once >= LONG else math.ceil(WARM_UP / once), timed)
+
+
+def _timed(run: Callable[[], Any], repetitions: int, clock: Clock) -> float:
+    begin = clock()
+    for _ in range(repetitions):
+        run()
+    return clock() - begin
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

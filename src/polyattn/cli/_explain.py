@@ -1,0 +1,94 @@
+"""``polyattn explain``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from ..functional import Explanation
+from ..kernels import FLOAT_DTYPES
+from ._app import UsageError
+from ._options import read_axes, read_window, where
+
+__all__ = ["explain"]
+
+
+def explain(
+    q: Annotated[str, typer.Option(metavar="SHAPE", help="Axes of the queries, 1,8,2048,64 for instance.")],
+    k: Annotated[str | None, typer.Option(metavar="SHAPE", help="Of the keys.", show_default="as --q")] = None,
+    v: Annotated[str | None, typer.Option(metavar="SHAPE", help="Of the values.", show_default="as --k")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="No query sees a later key.")] = False,
+    window: Annotated[
+        str | None, typer.Option(metavar="LEFT,RIGHT", help="How far a query sees; an empty side is unbounded.")
+    ] = None,
+    q_offset: Annotated[int | None, typer.Option(help="Position of the first query.", show_default="n_k - n_q")] = None,
+    key_lengths: Annotated[int | None, typer.Option(help="Keys from here on are excluded.")] = None,
+    segments: Annotated[bool, typer.Option("--segments", help="With segment_ids.")] = False,
+    scale: Annotated[float | None, typer.Option(help="Of the scores.", show_default="1/√d_k")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Bound of the scores.")] = None,
+    dropout: Annotated[float, typer.Option(help="Of the weights.")] = 0.0,
+    mask: Annotated[str | None, typer.Option(metavar="SHAPE", help="Axes of a mask.")] = None,
+    bias: Annotated[str | None, typer.Option(metavar="SHAPE", help="Axes of a bias.")] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="With a sink for each head.")] = False,
+    backend: Annotated[
+        str | None, typer.Option(help="Where to compute.", show_default="POLYATTN_BACKEND, else numpy")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A device of --backend, cuda:0 for instance.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="Force a kernel by name.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say which kernel would compute an attention problem, why no other, and how much work it is.
+
+    Only shapes count: no array of that size is made. What a mask or a bias holds is not looked at.
+    """
+    if dtype not in FLOAT_DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {dtype!r}")
+    shapes = {"q": read_axes("--q", q, 2)}
+    shapes["k"] = shapes["q"] if k is None else read_axes("--k", k, 2)
+    shapes["v"] = shapes["k"] if v is None else read_axes("--v", v, 2)
+    pairs = {"mask": mask, "bias": bias}
+    shapes |= {name: read_axes(f"--{name}", text) for name, text in pairs.items() if text is not None}
+    if sinks:
+        shapes["sinks"] = shapes["q"][-3:-2] or (1,)
+    settings: dict[str, Any] = {
+        "causal": causal, "q_offset": q_offset, "key_lengths": key_lengths, "scale": scale, "softcap": softcap,
+        "dropout": dropout, "seed": 0 if dropout else None, "kernel": kernel,
+        "window": None if window is None else read_window("--window", window),
+    }  # fmt: skip
+    found = _explanation(*where(backend, device), dtype, shapes, segments, settings)
+    typer.echo(json.dumps(asdict(found)) if json_output else str(found))
+
+
+def _explanation(
+    backend: str, device: str, dtype: str, shapes: dict[str, tuple[int, ...]], segments: bool, settings: dict[str, Any]
+) -> Explanation:
+    """Ask about arrays of the backend's own that are one element wide in memory.
+
+    The standard's ``broadcast_to`` makes a view of the element. JAX would write it out, so all of it happens where
+    the backend compiles: a traced array is a shape and a dtype. A trace hides the device, which is selected instead.
+    """
+    from .. import functional, registry
+    from ..selection import use_backend
+
+    native = registry.ready(backend)
+    xp, there, found = native.namespace(), native.native_device(device), []
+
+    def ask(real: Any, boolean: Any, integer: Any) -> Any:
+        def outline(x: Any, shape: tuple[int, ...]) -> Any:
+            return xp.broadcast_to(x, shape)
+
+        kinds = {"mask": boolean}
+        arrays = {name: outline(kinds.get(name, real), shape) for name, shape in shapes.items()}
+        if segments:
+            arrays["segment_ids"] = tuple(outline(integer, (shapes[name][-2],)) for name in "qk")
+        found.append(functional.explain(**arrays, **settings))
+        return real
+
+    with use_backend(backend, device):
+        dtypes = (native.dtype(dtype), xp.bool, xp.int32)
+        native.jit(ask)(*(xp.zeros((), dtype=kind, device=there) for kind in dtypes))
+    return replace(found[0], device=device, moved_from=None)

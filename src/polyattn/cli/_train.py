@@ -1,0 +1,81 @@
+"""``polyattn train``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from .. import training
+from ..training import Config
+from ._app import Interrupted, UsageError
+
+__all__ = ["train"]
+
+
+def train(
+    context: typer.Context,
+    backend: Annotated[
+        str | None, typer.Option(help="Where to compute.", show_default="POLYATTN_BACKEND, else numpy")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A device of --backend, cuda:0 for instance.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = Config.dtype,
+    steps: Annotated[int, typer.Option(help="Steps in all, those before --resume included.")] = Config.steps,
+    batch: Annotated[int, typer.Option(help="Samples a step.")] = Config.batch,
+    sequence: Annotated[int, typer.Option(help="Rows a sample.")] = Config.sequence,
+    width: Annotated[int, typer.Option(help="Features a row.")] = Config.width,
+    heads: Annotated[int, typer.Option(help="Attention heads, a divisor of the width.")] = Config.heads,
+    learning_rate: Annotated[float, typer.Option(help="Its peak, after 200 steps.")] = Config.learning_rate,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = Config.weight_decay,
+    seed: Annotated[int, typer.Option(help="Of parameters and samples.")] = Config.seed,
+    data: Annotated[str | None, typer.Option(help="An npz file with X and Y, (samples, sequence, features).")] = None,
+    output: Annotated[
+        str | None, typer.Option(help="The folder of the run.", show_default="a new one in runs/")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --output.")] = False,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 200,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Train attention to find the row with the largest first feature and copy it to every position."""
+    settings = {
+        "dtype": dtype, "steps": steps, "batch": batch, "sequence": sequence, "width": width, "heads": heads,
+        "learning_rate": learning_rate, "weight_decay": weight_decay, "seed": seed, "data": data,
+    }  # fmt: skip
+    try:
+        result = training.train(
+            {name: value for name, value in settings.items() if _named(context, name)},
+            backend=backend,
+            device=device,
+            output=output,
+            resume=resume,
+            overwrite=overwrite,
+            checkpoint_every=checkpoint_every,
+        )
+    except training.OptionError as error:
+        raise UsageError(str(error)) from error
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(str(interrupt) or "interrupted") from None
+    typer.echo(json.dumps(result) if json_output else _summary(result))
+
+
+def _named(context: typer.Context, option: str) -> bool:
+    """Say whether the user named an option, even if with its default value."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
+def _summary(result: dict[str, Any]) -> str:
+    def shown(value: float | None, form: str, otherwise: str) -> str:
+        return otherwise if value is None else format(value, form)
+
+    ratio = shown(result["loss_ratio"], ".2%", "no part (all targets are equal)")
+    return "\n".join([
+        f"{result['backend']} on {result['device']}, {result['dtype']}: step {result['steps']} after "
+        f"{result['seconds']:.1f} s, {result['steps_per_second']:.0f} steps/s",
+        f"loss              {result['loss']:.4g} on {result['evaluated_on']}",
+        f"                  {ratio} of {result['baseline_loss']:.4g}, the loss of predicting the mean row",
+        f"pointer accuracy  {shown(result['pointer_accuracy'], '.4f', 'none (the targets are not input rows)')}",
+        f"output            {result['output']}",
+    ])  # fmt: skip
