@@ -22,6 +22,9 @@ ONCE = {
 
 
 def pytest_ignore_collect(collection_path, config):
+    # Others' suites need packages of their own: they run where they are named, as ``nox -s suites`` does.
+    if collection_path.name == "suites":
+        return True
     once = collection_path.name in ONCE and config.getoption("--polyattn-backend") not in (None, "numpy")
     return True if once else None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
 
-from ._kernel import JitKernel
+from ._kernel import JitKernel, ScanKernel
 
 __all__ = ["backend"]
 
@@ -31,7 +31,7 @@ class JaxBackend(Backend):
     name = "jax"
     array_modules = ("jax", "jaxlib")
     install = 'pip install "polyattn[jax]"'
-    kernels = (JitKernel(),)
+    kernels = (ScanKernel(), JitKernel())
 
     def status(self) -> Status:
         """Import JAX and ask for its devices, which a broken accelerator refuses."""
@@ -117,6 +117,12 @@ class JaxBackend(Backend):
         """Compile with ``jax.jit``."""
         return _jax().jit(function)  # type: ignore[no-any-return]  # JAX is Any to the type checker
 
+    def register(self, kind: type) -> None:
+        """Make a pytree of it."""
+        from ._prepared import register
+
+        register(kind)
+
     def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
         """Loop with ``lax.scan``, so that program and memory do not grow with the length."""
         jax = _jax()
@@ -130,7 +136,11 @@ class JaxBackend(Backend):
 
     def update_slice(self, x: Array, value: Array, start: Any, axis: int) -> Array:
         """Write with ``dynamic_update_slice``: ``start`` may be traced, and a donated ``x`` is reused."""
-        return _jax().lax.dynamic_update_slice_in_dim(x, value, start, axis)
+        jax = _jax()
+        if getattr(start, "ndim", 0) == 1:
+            each = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis % x.ndim - 1)
+            return jax.vmap(each)(x, value, start)
+        return jax.lax.dynamic_update_slice_in_dim(x, value, start, axis)
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:
         """Use JAX's scatter-add."""

@@ -1,24 +1,30 @@
-"""The generic kernel compiled by ``jax.jit``, once for each kind of problem, also where the caller runs eagerly."""
+"""The compiled kernels: a scan over tiles of our own for most problems, the generic kernel for the rest."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from polyattn.backend import Array, Problem, TiledKernel
 
-__all__ = ["JitKernel"]
+__all__ = ["JitKernel", "ScanKernel"]
 
 TILED = TiledKernel()
+FEW = 16
+"""Below it XLA compiles small products in a way of its own, which may end the process (jaxlib 0.10, CPU)."""
+LIMIT = 2**29
+"""Positions are int32; sums of three of these still fit."""
 
 
 class JitKernel:
     """:class:`polyattn.backend.TiledKernel` as two compiled functions; its loop over tiles is a ``lax.scan``."""
 
     name = "jit"
+    traced: tuple[str, ...] = ("scale", "softcap")
+    """The numbers of a problem that a compiled function takes as operands: another one compiles nothing."""
 
     def supports(self, problem: Problem) -> str | None:
         """Support everything."""
@@ -26,32 +32,65 @@ class JitKernel:
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
         """Run the compiled forward."""
-        arrays, static = _split(problem)
-        out, lse = _compiled("forward", static)(arrays, q, k, v)
+        arrays, static = _split(problem, self.traced)
+        out, lse = _compiled(self.name, "forward", static)(arrays, q, k, v)
         return out, lse
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
     ) -> tuple[Array, Array, Array, Array | None, Array | None]:
         """Run the compiled backward."""
-        arrays, static = _split(problem)
-        dq, dk, dv, dbias, dsinks = _compiled("backward", static)(arrays, dout, dlse, q, k, v, out, lse)
+        arrays, static = _split(problem, self.traced)
+        dq, dk, dv, dbias, dsinks = _compiled(self.name, "backward", static)(arrays, dout, dlse, q, k, v, out, lse)
         return dq, dk, dv, dbias, dsinks
 
 
-def _split(problem: Problem) -> tuple[dict[str, Array], tuple[tuple[str, Any], ...]]:
-    """Return a problem's arrays by name, and everything else as something that can be looked up."""
+class ScanKernel(JitKernel):
+    """Two compiled functions of JAX's own (``_scan.py``), for problems without a bias and without dropout."""
+
+    name = "scan"
+    traced = ("scale", "softcap", "q_offset", "key_lengths")
+
+    def supports(self, problem: Problem) -> str | None:
+        """Leave to the generic kernel what has a gradient or random bits for each pair of a query and a key."""
+        if problem.bias is not None:
+            return "it has a bias, whose gradient the scan does not compute"
+        if problem.dropout:
+            return "it has dropout, whose bits the scan does not draw"
+        if min(problem.sizes.n_q, problem.sizes.n_k) <= FEW:
+            return f"at most {FEW} queries or keys are one tile, and no loop"
+        return None
+
+
+def _split(problem: Problem, traced: tuple[str, ...]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """Return a problem's operands by name, and everything else as something that can be looked up."""
     values = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    if problem.reach == (None, None):
+        values["q_offset"] = 0  # nothing looks at it
     if isinstance(problem.seed, int) and -(2**31) <= problem.seed < 2**31:  # a new one at each step compiles nothing
         values["seed"] = np.asarray(problem.seed, dtype=np.int32)
-    arrays = {name: x for name, x in values.items() if hasattr(x, "shape")}
+    for name in traced:
+        if isinstance(values[name], int) and abs(values[name]) <= LIMIT:
+            values[name] = np.asarray(values[name], dtype=np.int32)
+    arrays = {name: x for name, x in values.items() if hasattr(x, "shape") or (name in traced and isinstance(x, float))}
     return arrays, tuple((name, x) for name, x in values.items() if name not in arrays)
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(direction: str, static: tuple[tuple[str, Any], ...]) -> Any:
+def _compiled(kernel: str, direction: str, static: tuple[tuple[str, Any], ...]) -> Any:
     import jax
 
-    problem = Problem(**dict(static))
-    run = getattr(TILED, direction)
-    return jax.jit(lambda arrays, *operands: run(*operands, replace(problem, **arrays)))
+    def run_generic(arrays: dict[str, Any], *operands: Any) -> Any:
+        return getattr(TILED, direction)(*operands, Problem(**dict(static), **arrays))
+
+    if kernel == JitKernel.name:
+        return jax.jit(run_generic)
+    from . import _scan
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
+    def run(arrays: dict[str, Any], *operands: Any) -> Any:
+        return getattr(_scan, direction)(*operands, Problem(**dict(static), **arrays))
+
+    # JAX does not differentiate a loop of computed length in reverse, and a second derivative is of these functions.
+    run.defjvp(lambda primals, tangents: jax.jvp(run_generic, primals, tangents))
+    return jax.jit(run)

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from typing import Any
+
 import jax
 
 from polyattn.backend import Cache
 
-__all__ = ["jax"]
+__all__ = ["jax", "register"]
 
-jax.tree_util.register_dataclass(Cache, data_fields=Cache.DATA_FIELDS, meta_fields=Cache.STATIC_FIELDS)
+_lock = threading.Lock()
+
+
+def register(kind: type) -> None:
+    """Make a pytree of a dataclass, once, however many threads ask."""
+    with _lock:
+        _registered(kind)
+
+
+@functools.cache
+def _registered(kind: Any) -> None:
+    jax.tree_util.register_dataclass(kind, data_fields=kind.DATA_FIELDS, meta_fields=kind.STATIC_FIELDS)
+
+
+register(Cache)

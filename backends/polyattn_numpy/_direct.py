@@ -73,7 +73,7 @@ class DirectKernel:
         with blas_within_limit():
             scores, capped, allowed = _scores(q_, k_, problem)
             lse_ = np.where(np.isneginf(lse), 0, lse)[..., None]  # (…, H, n_q, 1)
-            weights = np.exp(np.subtract(scores, lse_, out=scores), out=scores)
+            weights = np.exp(scores - lse_)  # lse has axes that only v brings
             # out = weights v
             dv = _by_kv_head(weights, problem).swapaxes(-1, -2) @ _by_kv_head(dout_, problem)  # (…, H_kv, n_k, d_v)
             dweights = _by_head(_by_kv_head(dout_, problem) @ v_.swapaxes(-1, -2), problem)  # (…, H, n_q, n_k)

@@ -10,6 +10,8 @@ import numpy as np
 
 from polyattn.backend import Array, Backend, BackendMismatchError, DTypeError, dtype_name
 
+from ._kernel import FusedKernel
+
 __all__ = ["backend"]
 
 NO_VALUES = "a tensor on torch's meta device has no values to move"
@@ -21,6 +23,7 @@ class TorchBackend(Backend):
     name = "torch"
     array_modules = ("torch",)
     install = 'pip install "polyattn[torch]"'
+    kernels = (FusedKernel(),)
 
     def devices(self) -> tuple[str, ...]:
         """List the CPU, the CUDA devices and MPS, torch's own default first."""
@@ -54,6 +57,8 @@ class TorchBackend(Backend):
             bits = dtype_name(x.dtype) == "bfloat16"  # NumPy's is a dtype of ml_dtypes, unknown to torch
             tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(x)
         else:
+            if any(step < 0 for step in getattr(x, "strides", None) or ()):  # torch aborts the process on these
+                x = x.copy()  # type: ignore[attr-defined]
             tensor = torch.from_dlpack(x)
         target = tensor.device if device is None else torch.device(device)
         if tensor.is_meta and target != tensor.device:
@@ -131,16 +136,12 @@ class TorchBackend(Backend):
             and not hasattr(x, "fake_mode")
         )
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Record no autograd graph, and compute in the precision that is written: autocast would lower it."""
         import torch
 
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            for kind in ("cpu", "cuda", "mps"):
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        lowered = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
+        return _as_written(lowered) if lowered else torch.no_grad()
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         """Look at the predicate; without a value (meta) both branches have one shape, under vmap each row its own."""
@@ -154,12 +155,16 @@ class TorchBackend(Backend):
             return super().cond(predicate, if_true, if_false)
         return _pytree.tree_map(lambda a, b: torch.where(predicate, a, b), if_true(), if_false())
 
-    def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
+    def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself, unless autograd follows."""
         import torch
 
         if torch.is_grad_enabled() and (x.requires_grad or value.requires_grad):
             return super().update_slice(x, value, start, axis)
+        if getattr(start, "ndim", 0) == 1:
+            for entry, part, at in zip(x, value, start.tolist(), strict=True):  # type: ignore[union-attr]  # an array
+                self.update_slice(entry, part, at, axis % x.ndim - 1)
+            return x
         x.narrow(axis, start, value.shape[axis]).copy_(value)
         return x
 
@@ -184,6 +189,17 @@ class TorchBackend(Backend):
                 torch.cuda.synchronize(device)
             elif device.type == "mps":
                 torch.mps.synchronize()
+
+
+@contextlib.contextmanager
+def _as_written(lowered: list[str]) -> Iterator[None]:
+    """Record no graph, and switch autocast off for these kinds of device."""
+    import torch
+
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for kind in lowered:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 backend = TorchBackend()

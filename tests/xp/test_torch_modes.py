@@ -79,6 +79,12 @@ SECOND = {
     "layer_norm": lambda x: F.layer_norm(x),
     "linear": lambda x: F.linear(x, x[0].mT @ x[0]),
     "gelu": lambda x: F.gelu(x),
+    "rms_norm": lambda x: F.rms_norm(x, x[0, 0], axes=1),
+    "log_softmax": lambda x: F.log_softmax(x),
+    "silu": lambda x: F.silu(torch.cat([x, torch.zeros_like(x), x * 1e4])),
+    "swiglu": lambda x: F.swiglu(x, x.flip(0)),
+    "geglu": lambda x: F.geglu(x, x.flip(0)),
+    "embedding": lambda x: F.embedding(torch.tensor([0, 2, 2]), x[0] * x[1]) ** 2,
     "mse_loss": lambda x: F.mse_loss(x, x.flip(0) * 2),
     "cross_entropy": lambda x: F.cross_entropy(x[0], torch.tensor([0, 2, 1])),
     "attention": lambda x: pa.attention(x, x.flip(0), x * 2, causal=True, softcap=2.0),
@@ -106,3 +112,25 @@ def test_a_penalty_on_the_gradient_counts():
     (expected,) = torch.autograd.grad(torch.softmax(other, -1)[0, 0], other, create_graph=True)
     expected.square().sum().backward()
     assert torch.allclose(x.grad, other.grad, rtol=0, atol=1e-14)
+
+
+class Reversed:
+    """An array of another library, whose DLPack capsule has a negative stride."""
+
+    def __init__(self, array):
+        self.array = array
+
+    strides = property(lambda self: self.array.strides)
+    __dlpack__ = property(lambda self: self.array.__dlpack__)
+    __dlpack_device__ = property(lambda self: self.array.__dlpack_device__)
+
+    def copy(self):
+        return Reversed(self.array.copy())
+
+
+def test_negative_strides_are_copied_before_torch_aborts_on_them():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from polyattn import registry
+
+    array = np.arange(6.0)[::-1]
+    assert torch.equal(registry.ready("torch").asarray(Reversed(array)), torch.tensor(array.copy()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
@@ -26,10 +26,10 @@ def forward(
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
     """Return x W + b."""
     xp = backend.namespace()
-    y = xp.matmul(widen(xp, x), widen(xp, weight))  # (…, out)
+    y = xp.matmul(_rows(xp, x), widen(xp, weight))  # (rows, out)
     if bias is not None:
         y = y + widen(xp, bias)
-    return cast(xp, y, x.dtype), (x, weight, bias)
+    return cast(xp, xp.reshape(y, (*x.shape[:-1], weight.shape[1])), x.dtype), (x, weight, bias)
 
 
 def backward(
@@ -37,17 +37,17 @@ def backward(
 ) -> tuple[Array, Array, Array | None]:
     """Return dy Wᵀ, xᵀ dy and Σ dy, the sums over every leading axis and in float32 at least."""
     xp, (x, weight, bias) = backend.namespace(), saved
-    dy_, rows = widen(xp, dy), math.prod(dy.shape[:-1])
+    x_rows, dy_rows = _rows(xp, x), _rows(xp, dy)
     # y = x W + b
-    dbias = None if bias is None else xp.sum(dy_, axis=tuple(range(dy.ndim - 1)))  # (out,)
-    dx = xp.matmul(dy_, xp.matrix_transpose(widen(xp, weight)))  # (…, in)
-    x_rows, dy_rows = xp.reshape(widen(xp, x), (rows, x.shape[-1])), xp.reshape(dy_, (rows, dy.shape[-1]))
+    dbias = None if bias is None else cast(xp, xp.sum(dy_rows, axis=0), bias.dtype)  # (out,)
+    dx = xp.matmul(dy_rows, xp.matrix_transpose(widen(xp, weight)))  # (rows, in)
     dweight = xp.matmul(xp.matrix_transpose(x_rows), dy_rows)  # (in, out)
-    return (
-        cast(xp, dx, x.dtype),
-        cast(xp, dweight, weight.dtype),
-        None if bias is None else cast(xp, dbias, bias.dtype),
-    )
+    return cast(xp, xp.reshape(dx, x.shape), x.dtype), cast(xp, dweight, weight.dtype), dbias
+
+
+def _rows(xp: Any, x: Array) -> Array:
+    """(…, features) → (rows, features): one product of matrices, where three axes are a product for each item."""
+    return xp.reshape(widen(xp, x), (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 _operation = Operation("linear", forward, backward)

@@ -10,6 +10,8 @@ from ..errors import ArgumentError
 from ..kernels import Array
 from ._base import Optimizer, Rate, check_number, set_number, set_rate
 
+LEAST = 1e-30  # an epsilon below it may be zero in float32, and the denominator with it
+
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
@@ -91,10 +93,15 @@ class AdamW(Optimizer):
         mean, square, rate, mean_correction, square_correction = rest
         mean = mean * self.betas[0] + grad * (1.0 - self.betas[0])
         square = square * self.betas[1] + grad * grad * (1.0 - self.betas[1])
-        denominator = xp.sqrt(square / square_correction + self.eps_root) + self.eps
-        vanished = xp.equal(denominator, xp.zeros_like(denominator))
-        direction = mean / mean_correction / xp.where(vanished, xp.ones_like(denominator), denominator)
-        direction = xp.where(vanished, xp.zeros_like(direction), direction)
+        # m̂ / (√(v̂ + eps_root) + eps), the corrections and the rate taken together: fewer passes over the arrays
+        root = xp.sqrt(square_correction)
+        inner = square + square_correction * self.eps_root if self.eps_root else square
+        numerator, denominator = mean, xp.sqrt(inner) + root * self.eps
+        if self.eps < LEAST:
+            vanished = xp.equal(denominator, xp.zeros_like(denominator))
+            numerator = xp.where(vanished, xp.zeros_like(numerator), numerator)
+            denominator = xp.where(vanished, xp.ones_like(denominator), denominator)
+        step = numerator / denominator * (rate * root / mean_correction)
         if self.weight_decay:
-            direction = direction + theta * self.weight_decay
-        return theta - rate * direction, mean, square
+            step = step + theta * (rate * self.weight_decay)
+        return theta - step, mean, square

@@ -1,0 +1,139 @@
+"""An attention problem as the scanning kernel sees it: key heads, each with the query heads that read it.
+
+Batch and head axes become one axis. So every loop is over one axis, query heads that share a key head
+are more rows of one product, and an axis that ``jax.vmap`` maps is only more heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from polyattn.backend import Array, Problem
+
+__all__ = ["Operands", "by_head", "mapped_over_heads", "operands", "wide", "with_axes"]
+
+LIMIT = 2**29
+"""Positions are int32; sums of three of these still fit."""
+
+
+class Operands(NamedTuple):
+    """What a problem holds, for u key heads and h query heads, a multiple; None for what is absent."""
+
+    q: Array  # (h, n_q, d_k)
+    k: Array  # (u, n_k, d_k)
+    v: Array  # (u, n_k, d_v)
+    scale: Any
+    softcap: Any
+    least: Array | None  # (u,): a query sees keys from its number plus this on
+    most: Array | None  # (u,): and up to its number plus this
+    lengths: Array | None  # (u,)
+    q_segments: Array | None  # (u, n_q)
+    k_segments: Array | None  # (u, n_k)
+    sinks: Array | None  # (h,)
+    mask: Array | None  # (masks, n_q or 1, n_k or 1)
+    mask_of: Array | None  # (h,), which of the masks is a query head's
+
+    @property
+    def shared(self) -> int:
+        """How many query heads read a key head."""
+        return int(self.q.shape[0]) // int(self.k.shape[0])
+
+
+def operands(q: Array, k: Array, v: Array, problem: Problem) -> Operands:
+    """Return the operands of a problem."""
+    batch, heads, kv_heads, n_q, n_k, *_ = problem.sizes
+    left, right = problem.reach
+
+    def per_item(x: Array | None, *axes: int) -> Array | None:
+        """Repeat what an item of the batch has for each of its key heads."""
+        if x is None:
+            return None
+        x = jnp.broadcast_to(x, (*batch, *axes)).reshape(*batch, 1, *axes)
+        return jnp.broadcast_to(x, (*batch, kv_heads, *axes)).reshape(-1, *axes)
+
+    return Operands(
+        by_head(q, (*batch, heads)), by_head(k, (*batch, kv_heads)), by_head(v, (*batch, kv_heads)),
+        problem.scale, problem.softcap,
+        per_item(None if left is None else _position(problem.q_offset, -left)),
+        per_item(None if right is None else _position(problem.q_offset, right)),
+        per_item(None if problem.key_lengths is None else _position(problem.key_lengths)),
+        per_item(problem.q_segments, n_q), per_item(problem.k_segments, n_k),
+        None if problem.sinks is None else jnp.broadcast_to(wide(problem.sinks), (*batch, heads)).reshape(-1),
+        *_masks(problem),
+    )  # fmt: skip
+
+
+def by_head(x: Array, lead: tuple[int, ...]) -> Array:
+    """Return ``(…, n, d)`` as ``(heads, n, d)``, ``lead`` being the axes that it broadcasts to before the last two."""
+    n, d = x.shape[-2:]
+    if math.prod(x.shape[:-2]) != math.prod(lead):
+        x = jnp.broadcast_to(wide(x), (*lead, n, d))  # wide: its gradient is a sum
+    return x.reshape(-1, n, d)
+
+
+def with_axes(dx: Array, x: Array, lead: tuple[int, ...]) -> Array:
+    """Reverse :func:`by_head`: return the gradient of ``x`` in its shape and dtype."""
+    dx = dx.reshape(*lead, *dx.shape[1:])
+    shape = (1,) * (dx.ndim - x.ndim) + x.shape
+    axes = tuple(i for i, (n, m) in enumerate(zip(shape, dx.shape, strict=True)) if n != m)
+    return dx.sum(axes).reshape(x.shape).astype(x.dtype)
+
+
+def wide(x: Array) -> Array:
+    """Return ``x`` in float32 at least."""
+    return x if x.dtype == np.float64 else x.astype(np.float32)
+
+
+def mapped_over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of Operands and of arrays by query head, whose mapped form is itself, over more heads.
+
+    Left to itself ``jax.vmap`` would compute both sides of every condition, and copy what a loop carries.
+    """
+    mapped: Any = jax.custom_batching.custom_vmap(function)
+
+    def over_more(size: int, is_mapped: list[Any], x: Operands, *more: Array) -> Any:
+        def joined(y: Array, has_axis: bool) -> Array:
+            if not has_axis and jnp.ndim(y) == 0:
+                return y
+            y = y if has_axis else jnp.broadcast_to(y, (size, *y.shape))
+            return y.reshape(-1, *y.shape[2:])
+
+        whole, *others = jax.tree.map(joined, (x, *more), tuple(is_mapped))
+        if x.mask is not None and not is_mapped[0].mask:
+            whole = whole._replace(mask=x.mask)
+        elif x.mask is not None:
+            first = jnp.arange(size, dtype=np.int32) * x.mask.shape[1]
+            whole = whole._replace(mask_of=whole.mask_of + jnp.repeat(first, len(whole.mask_of) // size))
+        results = mapped(whole, *others)
+        parts = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), results)
+        return parts, jax.tree.map(lambda _: True, parts)
+
+    mapped.def_vmap(over_more)
+    return mapped  # type: ignore[no-any-return]  # JAX is Any to the type checker
+
+
+def _position(x: int | Array, shift: int = 0) -> Array:
+    """Return ``x + shift`` as int32, what is out of its reach moved to its ends."""
+    if isinstance(x, int):
+        return np.int32(min(max(x + shift, -LIMIT), LIMIT))
+    ends = jnp.iinfo(x.dtype)
+    near = jnp.clip(x, max(ends.min, -LIMIT), min(ends.max, LIMIT)).astype(np.int32)
+    return near + np.int32(min(max(shift, -2 * LIMIT), 2 * LIMIT))  # twice: enough to undo any position
+
+
+def _masks(problem: Problem) -> tuple[Array | None, Array | None]:
+    """Return the masks as ``(masks, n_q or 1, n_k or 1)``, and which of them is each query head's."""
+    mask = problem.mask
+    if mask is None:
+        return None, None
+    mask = mask.reshape((1,) * (2 - mask.ndim) + mask.shape)
+    *lead, rows, keys = mask.shape
+    numbers = np.arange(math.prod(lead), dtype=np.int32).reshape(lead)
+    of_head = np.broadcast_to(numbers, problem.sizes.scores[:-2]).reshape(-1)
+    return mask.reshape(-1, rows, keys), jnp.asarray(of_head)

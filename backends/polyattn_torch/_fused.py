@@ -1,0 +1,226 @@
+"""What stands around the calls of torch's fused attention: operands, masks, the joining of parts. Needs torch.
+
+Every call is judged by its results. A NaN or infinity leaves them not finite,
+whether it is excluded or not, and the tiles then decide which it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad
+from torch.nn.functional import pad
+
+from polyattn.backend import Array, Problem, allowed_in
+
+from ._kernel import Part, varies
+from ._operations import operation
+
+__all__ = ["backward", "forward", "opaque"]
+
+LARGE = 1e38  # below the largest float32
+
+
+def opaque(*arrays: Array | None) -> bool:
+    """Say whether something of torch's follows one of the arrays: it has no value, or needs another derivative."""
+    given = [x for x in arrays if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return True
+    transformed = _functorch.maybe_current_level() is not None
+    if torch.compiler.is_compiling():
+        return transformed
+    if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(
+        (transformed and _functorch.is_functorch_wrapped_tensor(x))
+        or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        for x in given
+    )
+
+
+class Layout:
+    """How the operands of a problem become (items, heads, n, width), and the results the problem's own again."""
+
+    def __init__(self, problem: Problem, calls: list[Part], operands: tuple[Array, ...], columns: int = 0) -> None:
+        sizes, self.run = problem.sizes, operation(problem)
+        every = Part(slice(0, sizes.n_q), slice(0, sizes.n_k))
+        self.batch, self.groups = sizes.batch, sizes.heads // sizes.kv_heads
+        self.width = -(-max(sizes.d_k, sizes.d_v + columns) // self.run.multiple) * self.run.multiple
+        self.whole = len(calls) == 1 and calls[0][:2] == every[:2]
+        items, heads = math.prod(sizes.batch), sizes.heads
+        if self.groups > 1 and calls == [every]:  # rows that see the same keys may stand one after the other
+            heads, self.groups = sizes.kv_heads, 1
+        if self.run.flat and not any(part.masked for part in calls) and all(map(self.packed, operands)):
+            items, heads = items * heads, 1  # so that the gradients' rows, too, stand one after the other
+        self.lead = (items, heads)
+
+    def packed(self, x: Array) -> bool:
+        """Say whether an operand's heads lie one after the other."""
+        return bool(x.is_contiguous()) and x.shape[:-3] == self.batch
+
+    def lay(self, x: Array, groups: int = 1) -> Array:
+        """(…, H, n, d) → (items, heads, n, width), without a copy where that can be."""
+        x = x.to(self.run.dtype(x.dtype))
+        if x.shape[:-3] != self.batch:
+            x = x.expand(*self.batch, *x.shape[-3:])
+        if x.shape[-1] != self.width:
+            x = pad(x, (0, self.width - x.shape[-1]))
+        if groups != 1:
+            x = x.repeat_interleave(groups, dim=-3)
+        if x.ndim != 4 or x.shape[:2] != self.lead:
+            x = x.reshape(*self.lead, -1, self.width)
+        # The operations read neighbours along the last axis, and rows that lie apart.
+        return x if x.stride(-1) == 1 and x.stride(-2) >= self.width else x.contiguous()
+
+    def lay_all(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Lay out q, k and v, these two with a head for each head of the queries."""
+        return self.lay(q), self.lay(k, self.groups), self.lay(v, self.groups)
+
+    def lay_rows(self, x: Array) -> Array:
+        """(…, H, n) → (items, heads, n)."""
+        return x.to(self.run.dtype(x.dtype)).reshape(*self.lead, -1)
+
+    def back(self, y: Array, shape: tuple[int, ...]) -> Array:
+        """Return out or a gradient in its own shape, summed over what was repeated or broadcast."""
+        y = y.reshape(*self.batch, -1, shape[-2], self.width)
+        if self.width != shape[-1]:
+            y = y[..., : shape[-1]]
+        if y.shape[-3] != shape[-3]:
+            y = y.unflatten(-3, (shape[-3], self.groups)).sum(-3)
+        return y if y.shape == shape else y.sum_to_size(shape)
+
+
+def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -> tuple[Array, Array] | None:
+    """Return out and lse, or None where the tiles have to look."""
+    layout, rows = Layout(problem, calls, (q, k, v)), problem.sizes.scores[:-1]
+    operands = layout.lay_all(q, k, v)
+    if layout.whole:
+        out, lse, doubt = attend(layout, operands, problem, calls[0])
+    else:
+        out = torch.zeros_like(operands[0], dtype=torch.promote_types(q.dtype, torch.float32))
+        lse, doubt = out.new_full(out.shape[:-1], -math.inf), out.new_zeros(())
+        for part in calls:
+            out_, lse_, more = attend(layout, operands, problem, part)
+            if part.more:
+                out_, lse_ = joined((out[:, :, part.rows], lse[:, :, part.rows]), (out_, lse_))
+            out[:, :, part.rows], lse[:, :, part.rows] = out_, lse_
+            doubt = doubt + more
+    out, lse = layout.back(out, (*rows, problem.sizes.d_v)), lse.reshape(rows)
+    if problem.sinks is not None:  # one more key, whose value is zero
+        sinks = problem.sinks.to(lse.dtype)
+        out, lse = joined((out, lse), (torch.zeros_like(out), sinks[:, None]))
+        doubt = doubt + (sinks * 0).sum()
+    if not math.isfinite(doubt) and not (bounded(*operands[:2], problem.scale) and math.isfinite(total(out))):
+        return None
+    return out.to(q.dtype), lse
+
+
+def attend(layout: Layout, operands: Any, problem: Problem, part: Part) -> tuple[Array, Array, Array]:
+    """Run the forward of one part; the third result is finite only where the other two are right."""
+    q, k, v = operands if layout.whole else cut(part, *operands)
+    mask, some = masks(problem, part, q.dtype)
+    out, lse = layout.run.forward(q, k, v, part.causal, mask, problem.scale)
+    known = lse if some is None else torch.where(some, lse, 1.0)
+    doubt = (known / known).sum()  # the CPU operation says 0 of an empty row, but of genuine scores of −inf as well
+    if part.causal or part.masked:
+        doubt = doubt + total(out)
+    return out, lse if some is None else torch.where(some, lse, -math.inf), doubt
+
+
+def backward(
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem,
+    calls: list[Part],
+) -> tuple[Array, Array, Array, Array | None, Array | None] | None:  # fmt: skip
+    """Return the gradients of q, k, v, bias and sinks, or None where the tiles have to look."""
+    layout = Layout(problem, calls, (q, k, v), columns=0 if dlse is None else 1)
+    operands = layout.lay_all(q, k, v)
+    dout_, out_, lse_ = layout.lay(dout), layout.lay(out), layout.lay_rows(lse)
+    if dlse is not None:
+        if dout_.dtype != lse_.dtype:
+            return None  # 16 bits are too few for it
+        # dS = P (dO Vᵀ − rowsum(dO O) + dlse): one more column, dlse beside dO and −1 beside O
+        dout_[..., problem.sizes.d_v], out_[..., problem.sizes.d_v] = layout.lay_rows(dlse), -1.0
+    grads: tuple[Array, ...]
+    if layout.whole:
+        grads = attend_backward(layout, operands, dout_, out_, lse_, problem, calls[0])
+    else:
+        grads = tuple(torch.zeros_like(x, dtype=lse_.dtype) for x in operands)
+        for part in calls:
+            dout_t, out_t, lse_t = (x[:, :, part.rows] for x in (dout_, out_, lse_))
+            found = attend_backward(layout, cut(part, *operands), dout_t, out_t, lse_t, problem, part)
+            for dx, more, span in zip(grads, found, (part.rows, part.keys, part.keys), strict=True):
+                dx[:, :, span] += more
+    if any(part.causal or part.masked for part in calls) and not math.isfinite(sum(map(total, grads))):
+        return None
+    dq, dk, dv = (layout.back(dx, x.shape).to(x.dtype) for dx, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv, None, sinks_gradient(dout, dlse, out, lse, problem)
+
+
+def attend_backward(
+    layout: Layout, operands: Any, dout: Array, out: Array, lse: Array, problem: Problem, part: Part
+) -> tuple[Array, Array, Array]:
+    """Run the backward of one part, from what its rows are over all their keys."""
+    mask, some = masks(problem, part, out.dtype)
+    if some is not None:
+        lse = torch.where(lse == -math.inf, 0.0, lse)  # of a row without keys: exp(−inf − 0) is 0
+    dq, dk, dv = layout.run.backward(dout, *operands, out, lse, part.causal, mask, problem.scale)
+    return dq, dk, dv
+
+
+def masks(problem: Problem, part: Part, dtype: Any) -> tuple[Array | None, Array | None]:
+    """Return a part's mask as scores (B, H, n_q, n_k) to add, and which rows may attend to something (B, H, n_q)."""
+    if not part.masked:
+        return None, None
+    if not varies(problem):  # the keys alone: what causality excludes is left to the operation
+        problem = replace(problem, causal=False, window=(None, None))
+    allowed: Any = allowed_in(problem, part.rows, part.keys)
+    if allowed is None:
+        return None, None
+    batch = problem.sizes.batch
+    allowed = allowed.reshape(*(1,) * (len(batch) + 3 - allowed.ndim), *allowed.shape)
+    if len(batch) != 1:
+        if any(n != 1 for n in allowed.shape[:-3]):
+            allowed = allowed.expand(*batch, *allowed.shape[-3:])
+        allowed = allowed.reshape(-1, *allowed.shape[-3:])
+    some = (allowed.cumsum(-1) > 0)[..., 0, :] if part.causal else allowed.any(-1)
+    return torch.where(allowed, 0.0, -math.inf).to(dtype), some
+
+
+def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return out and lse over the union of two disjoint sets of keys."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    lse = torch.logaddexp(lse_a, lse_b)
+    share_a, share_b = (torch.where(lse == -math.inf, 0.0, torch.exp(x - lse))[..., None] for x in (lse_a, lse_b))
+    return out_a * share_a + out_b * share_b, lse
+
+
+def sinks_gradient(dout: Array, dlse: Array | None, out: Array, lse: Array, problem: Problem) -> Array | None:
+    """Return the sinks' gradient: a sink is one more score, whose weight meets no value."""
+    if problem.sinks is None:
+        return None
+    sinks, dtype = problem.sinks, lse.dtype
+    shift = -(dout.to(dtype) * out.to(dtype)).sum(-1)
+    shift = torch.where((out == 0).all(-1), 0.0, shift)  # an empty row moves no sink, whatever came back to it
+    shift = shift if dlse is None else shift + dlse
+    weight = torch.exp(sinks.to(dtype)[:, None] - torch.where(lse == -math.inf, 0.0, lse))
+    return (weight * shift).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+def cut(part: Part, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Return the operands of a part."""
+    return q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys]
+
+
+def total(x: Array) -> Array:
+    """Return a sum that is finite where every entry is, but for a rare overflow."""
+    return x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def bounded(q: Array, k: Array, scale: float) -> bool:
+    """Say whether q and k are finite and no score can overflow: a log-sum-exp of 0 is then one."""
+    largest = q.abs().amax().double() * k.abs().amax() * q.shape[-1] * max(scale, 1.0)
+    return bool(largest < LARGE)
