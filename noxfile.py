@@ -74,6 +74,14 @@ def tests(session: nox.Session, backend: str) -> None:
         session.run("pytest", *doctests, env=UNSELECTED)
 
 
+@nox.session
+@nox.parametrize("backend", [nox.param(name, id=name) for name in EXTRAS])
+def suites(session: nox.Session, backend: str) -> None:
+    """Run the suites that others wrote, on one backend. Not one of the checks of every submission."""
+    install(session, f"{backend},onnx,test", "ml_dtypes")
+    session.run("pytest", f"--polyattn-backend={backend}", "tests/suites", *session.posargs, env=UNSELECTED)
+
+
 @nox.session(python=False)
 def cupy_where_possible(session: nox.Session) -> None:
     """Run the tests on cupy as well where a CUDA device exists; elsewhere say why they were left out."""

@@ -31,7 +31,16 @@ from .errors import (
     UnknownBackendError,
 )
 from .functional import attention, attention_backward, attention_forward, attention_merge, attention_weights, explain
-from .layers import LayerNorm, MultiHeadAttention, Projection, ScaledDotProductAttention
+from .kv_cache import KVCache
+from .layers import (
+    Embedding,
+    FeedForward,
+    LayerNorm,
+    MultiHeadAttention,
+    Projection,
+    RMSNorm,
+    ScaledDotProductAttention,
+)
 from .registry import list_backends
 from .selection import get_backend, set_backend, use_backend
 
@@ -41,11 +50,15 @@ __all__ = [
     "BackendUnavailableError",
     "CheckpointError",
     "DTypeError",
+    "Embedding",
+    "FeedForward",
+    "KVCache",
     "KernelUnsupportedError",
     "LayerNorm",
     "MultiHeadAttention",
     "PolyattnError",
     "Projection",
+    "RMSNorm",
     "ScaledDotProductAttention",
     "ShapeError",
     "UnknownBackendError",

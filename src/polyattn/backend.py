@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -207,6 +208,12 @@ class Backend:
         """Compile a function of arrays, dicts and tuples of arrays; the fallback is the function itself."""
         return function
 
+    def register(self, kind: type) -> None:
+        """Let a dataclass of polyattn's cross the compiler's boundary; the fallback compiles nothing.
+
+        Its ``DATA_FIELDS`` name the fields that are arrays, its ``STATIC_FIELDS`` the others.
+        """
+
     def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
         """Run ``carry, y = body(carry, i)`` for each i below ``length`` (at least 1), as ``jax.lax.scan`` does.
 
@@ -222,9 +229,16 @@ class Backend:
         """Return the result of one of two functions, chosen by a 0-d boolean array."""
         return if_true() if bool(predicate) else if_false()
 
-    def update_slice(self, x: Array, value: Array, start: int, axis: int) -> Array:
-        """Return ``x`` with ``value`` written from ``start`` on along ``axis``; ``x`` may be reused for it."""
+    def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
+        """Return ``x`` with ``value`` written from ``start`` on along ``axis``; ``x`` may be reused for it.
+
+        A one-dimensional ``start``, of NumPy's integers or traced, has one for each entry of the first axis.
+        """
         xp = self.namespace()
+        if getattr(start, "ndim", 0) == 1:
+            entries = zip(range(x.shape[0]), start.tolist(), strict=True)  # type: ignore[union-attr]  # an array
+            rows = [self.update_slice(x[i, ...], value[i, ...], at, axis % x.ndim - 1) for i, at in entries]
+            return xp.stack(rows)
         stop = start + value.shape[axis]
         before = (slice(None),) * (axis % x.ndim)
         head, tail = x[(*before, slice(0, start), ...)], x[(*before, slice(stop, None), ...)]
@@ -235,7 +249,7 @@ class Backend:
         xp = self.namespace()
         rows = xp.arange(x.shape[0], dtype=index.dtype, device=self.native_device(self.device_of(x)))
         chosen = xp.astype(xp.equal(rows[:, None], index[None, :]), x.dtype)  # (rows, n)
-        flat = xp.reshape(value, (value.shape[0], -1))
+        flat = xp.reshape(value, (value.shape[0], math.prod(value.shape[1:])))
         return xp.add(x, xp.reshape(xp.matmul(chosen, flat), x.shape))
 
     def differentiable(

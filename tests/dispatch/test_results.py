@@ -20,7 +20,13 @@ OPERATIONS = {
     "softmax": ([X], {}),
     "linear": ([X, W, B], {}),
     "layer_norm": ([X, B, B], {}),
+    "rms_norm": ([X, B], {}),
+    "log_softmax": ([X], {}),
     "relu": ([X], {}),
+    "silu": ([X], {}),
+    "swiglu": ([X, X[::-1]], {}),
+    "geglu": ([X, X[::-1]], {}),
+    "embedding": ([LABELS, W], {}),
     "gelu": ([X], {}),
     "mse_loss": ([X, X[::-1]], {}),
     "cross_entropy": ([X, LABELS], {"weight": B**2}),
@@ -107,6 +113,8 @@ def test_weights_and_merge(home, place, made, host):
 LAYERS = {
     "Projection": lambda **bound: pa.Projection(4, 3, **bound),
     "LayerNorm": lambda **bound: pa.LayerNorm(4, **bound),
+    "RMSNorm": lambda **bound: pa.RMSNorm(4, **bound),
+    "FeedForward": lambda **bound: pa.FeedForward(4, 6, activation="swiglu", **bound),
     "ScaledDotProductAttention": lambda **bound: pa.ScaledDotProductAttention(**bound),
     "MultiHeadAttention": lambda **bound: pa.MultiHeadAttention(4, 2, **bound),
 }
@@ -133,6 +141,20 @@ def test_layers(name, home, place, made, host):
     for key, grad in grads.items():
         assert registry.load(place).owns(grad)
         np.testing.assert_allclose(host(grad), dparameters[key], rtol=1e-11, atol=1e-13)
+
+
+def test_embedding_layer(home, place, made, host):
+    """Its inputs are integers, and have no gradient."""
+    layer = pa.Embedding(4, 3, dtype="float64", backend=place)
+    weight = host(layer.parameters()["weight"])
+    y, cache = layer.forward(made(home, LABELS))
+    inputs, grads = layer.backward(made(home, np.ones((2, 4, 3))), cache)
+    for result in (y, layer(made(home, LABELS))):
+        assert registry.load(home).owns(result)
+        np.testing.assert_array_equal(host(result), weight[LABELS])
+    assert inputs.indices is None
+    assert registry.load(place).owns(grads["weight"])
+    np.testing.assert_array_equal(host(grads["weight"])[:, 0], np.bincount(LABELS.reshape(-1)))
 
 
 def test_a_layer_that_moves(home, place, made, host):

@@ -44,6 +44,7 @@ FRAMEWORKS = [
     "jax",
     "cupy",
     "array_api_strict",
+    "onnx",
     "onnxruntime",
     "matplotlib",
     "typer",

@@ -49,7 +49,8 @@ def test_no_module_bears_the_name_of_an_exported_function(name: str) -> None:
     [
         "attention", "attention_backward", "attention_forward", "attention_merge", "attention_weights",
         "explain", "get_backend", "list_backends", "set_backend", "to_backend", "transfers", "use_backend",
-        "LayerNorm", "MultiHeadAttention", "Projection", "ScaledDotProductAttention",
+        "KVCache", "Embedding", "FeedForward", "LayerNorm", "MultiHeadAttention", "Projection", "RMSNorm",
+        "ScaledDotProductAttention",
         "BackendMismatchError", "BackendUnavailableError", "CheckpointError", "DTypeError",
         "KernelUnsupportedError", "PolyattnError", "ShapeError", "UnknownBackendError",
         "functional", "optim",
@@ -62,9 +63,10 @@ def test_the_design_s_names_are_exported(name: str) -> None:
 def test_every_operation_is_a_triple_and_documented() -> None:
     functional = polyattn.functional
     operations = [name for name in functional.__all__ if f"{name}_forward" in functional.__all__]
-    assert {"softmax", "linear", "layer_norm", "attention", "mse_loss", "cross_entropy", "relu", "gelu"} <= set(
-        operations
-    )
+    assert {
+        "softmax", "log_softmax", "linear", "layer_norm", "rms_norm", "attention", "mse_loss", "cross_entropy",
+        "relu", "gelu", "silu", "swiglu", "geglu", "embedding",
+    } <= set(operations)  # fmt: skip
     for name in operations:
         assert f"{name}_backward" in functional.__all__, name
         assert getattr(functional, name).__doc__, name

@@ -52,6 +52,12 @@ OPERATIONS = {
     "layer_norm": (F.layer_norm, (X, BIAS, BIAS), lambda: ref.layer_norm_gradients(DY, X, BIAS)),
     "relu": (F.relu, (X,), lambda: [ref.relu_gradient(DY, X)]),
     "gelu": (F.gelu, (X,), lambda: [ref.gelu_gradient(DY, X)]),
+    "rms_norm": (F.rms_norm, (X, BIAS), lambda: ref.rms_norm_gradients(DY, X, BIAS)),
+    "log_softmax": (F.log_softmax, (X,), lambda: [ref.log_softmax_gradient(DY, X)]),
+    "silu": (F.silu, (X,), lambda: [ref.silu_gradient(DY, X)]),
+    "swiglu": (F.swiglu, (X, DY), lambda: ref.swiglu_gradients(DY, X, DY)),
+    "geglu": (F.geglu, (X, DY), lambda: ref.geglu_gradients(DY, X, DY)),
+    "rotary_embedding": (F.rotary_embedding, (X,), lambda: [ref.rotary_embedding_gradient(DY)]),
 }
 
 
@@ -62,6 +68,30 @@ def test_operation(differentiate, name):
     assert_close(y, getattr(ref, name)(*hosts))
     for gradient, expected in zip(got, want(), strict=True):
         assert_close(gradient, expected)
+
+
+def test_embedding(differentiate, make):
+    """The table has a gradient, and the integers need none."""
+    indices = RNG.integers(0, 6, (2, 4))
+    y, (dweight,) = differentiate(lambda weight: F.embedding(make(indices, "int32"), weight), (SQUARE,), DY)
+    assert_close(y, SQUARE[indices])
+    assert_close(dweight, ref.embedding_gradient(DY, indices, SQUARE))
+
+
+def test_traced_indices(backend):
+    """They need no gradient either; what is out of range gives zeros and moves no row."""
+    if backend != "jax":
+        pytest.skip(f"{backend} traces no integers")
+    import jax
+
+    def loss(weight, indices):
+        return jax.numpy.sum(F.embedding(indices, weight) * jax.numpy.asarray(DY[0]))
+
+    indices = np.array([2, 6, -1, 2])
+    value, dweight = jax.jit(jax.value_and_grad(loss))(jax.numpy.asarray(SQUARE), jax.numpy.asarray(indices))
+    inside = [0, 3]
+    assert_close(value, np.sum(SQUARE[indices[inside]] * DY[0, inside]))
+    assert_close(np.asarray(dweight), ref.embedding_gradient(DY[0, inside], indices[inside], SQUARE))
 
 
 def test_losses(differentiate):

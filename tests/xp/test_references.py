@@ -39,10 +39,53 @@ def test_layer_norm():
     agree(dbias, lambda b: np.sum(ref.layer_norm(X, weight, b, 1e-2) * DY), bias)
 
 
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_norms_over_several_axes(axes):
+    weight, bias = RNG.standard_normal(X.shape[-axes:]), RNG.standard_normal(X.shape[-axes:])
+    dx, dweight, dbias = ref.layer_norm_gradients(DY, X, weight, 1e-2, axes)
+    agree(dx, lambda x: np.sum(ref.layer_norm(x, weight, bias, 1e-2, axes) * DY), X)
+    agree(dweight, lambda w: np.sum(ref.layer_norm(X, w, bias, 1e-2, axes) * DY), weight)
+    agree(dbias, lambda b: np.sum(ref.layer_norm(X, weight, b, 1e-2, axes) * DY), bias)
+    dx, dweight = ref.rms_norm_gradients(DY, X, weight, 1e-2, axes)
+    agree(dx, lambda x: np.sum(ref.rms_norm(x, weight, 1e-2, axes) * DY), X)
+    agree(dweight, lambda w: np.sum(ref.rms_norm(X, w, 1e-2, axes) * DY), weight)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_log_softmax(axis):
+    agree(ref.log_softmax_gradient(DY, X, axis), lambda x: np.sum(ref.log_softmax(x, axis) * DY), X)
+
+
+def test_embedding():
+    indices = np.array([[0, 1, 0], [0, 0, 1]])
+    table = RNG.standard_normal((3, 4))
+    agree(ref.embedding_gradient(DY, indices, table), lambda w: np.sum(ref.embedding(indices, w) * DY), table)
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_activations(approximate):
+    agree(ref.silu_gradient(DY, X), lambda x: np.sum(ref.silu(x) * DY), X)
+    up = RNG.standard_normal(X.shape)
+    for (dgate, dup), gated in (
+        (ref.swiglu_gradients(DY, X, up), ref.swiglu),
+        (ref.geglu_gradients(DY, X, up, approximate), lambda gate, up: ref.geglu(gate, up, approximate)),
+    ):
+        agree(dgate, lambda x, f=gated: np.sum(f(x, up) * DY), X)
+        agree(dup, lambda x, f=gated: np.sum(f(X, x) * DY), up)
     agree(ref.gelu_gradient(DY, X, approximate), lambda x: np.sum(ref.gelu(x, approximate) * DY), X)
     agree(ref.relu_gradient(DY, X), lambda x: np.sum(ref.relu(x) * DY), X)
+
+
+@pytest.mark.parametrize("kind", [None, "linear", "ntk", "yarn", "llama3"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding(kind, interleaved):
+    numbers = {"original_length": 64} if kind in ("yarn", "llama3") else {}
+    numbers |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    scaling = {"kind": kind, "factor": 4.0, **numbers} if kind else None
+    arguments = {"offset": np.array([3, 40]), "interleaved": interleaved, "scaling": scaling, "base": 100.0}
+    x, dy = X[:, None], DY[:, None]
+    dx = ref.rotary_embedding_gradient(dy, **arguments)
+    agree(dx, lambda x: np.sum(ref.rotary_embedding(x, **arguments) * dy), x)
 
 
 def test_mse():

@@ -47,12 +47,26 @@ def compare(got, want):
 
 X, DX = RNG.standard_normal((3, 4, 6)), RNG.standard_normal((3, 4, 6))
 GAIN, SHIFT = RNG.standard_normal(6), RNG.standard_normal(6)
+GAINS, SHIFTS = RNG.standard_normal((4, 6)), RNG.standard_normal((4, 6))
 WEIGHT, BIAS, DY = RNG.standard_normal((6, 5)), RNG.standard_normal(5), RNG.standard_normal((3, 4, 5))
 OPERATIONS = {
     "softmax": ("softmax", {"axis": 1}, lambda x: torch.softmax(x, 1), (X,), DX),
     "linear": ("linear", {}, lambda x, w, b: TF.linear(x, w.T, b), (X, WEIGHT, BIAS), DY),
     "layer_norm": ("layer_norm", {}, lambda x, w, b: TF.layer_norm(x, (6,), w, b), (X, GAIN, SHIFT), DX),
     "layer_norm-bare": ("layer_norm", {"eps": 0.1}, lambda x: TF.layer_norm(x, (6,), eps=0.1), (X,), DX),
+    "layer_norm-two-axes": (
+        *("layer_norm", {"axes": 2}),
+        *(lambda x, w, b: TF.layer_norm(x, (4, 6), w, b), (X, GAINS, SHIFTS), DX),
+    ),
+    "rms_norm": ("rms_norm", {}, lambda x, w: TF.rms_norm(x, (6,), w, eps=1e-5), (X, GAIN), DX),
+    "rms_norm-two-axes": (
+        *("rms_norm", {"axes": 2, "eps": 0.1}),
+        *(lambda x, w: TF.rms_norm(x, (4, 6), w, eps=0.1), (X, GAINS), DX),
+    ),
+    "log_softmax": ("log_softmax", {"axis": 1}, lambda x: torch.log_softmax(x, 1), (X,), DX),
+    "silu": ("silu", {}, TF.silu, (X,), DX),
+    "swiglu": ("swiglu", {}, lambda gate, up: TF.silu(gate) * up, (X, DX), X + DX),
+    "geglu": ("geglu", {}, lambda gate, up: TF.gelu(gate) * up, (X, DX), X + DX),
     "relu": ("relu", {}, TF.relu, (X,), DX),
     "gelu": ("gelu", {}, TF.gelu, (X,), DX),
     "gelu-tanh": ("gelu", {"approximate": "tanh"}, lambda x: TF.gelu(x, approximate="tanh"), (X,), DX),
@@ -64,6 +78,14 @@ OPERATIONS = {
 def test_operation(make, to_np, case):
     name, options, function, hosts, dy = OPERATIONS[case]
     compare(ours(name, make, to_np, hosts, dy, **options), theirs(function, hosts, dy))
+
+
+def test_embedding(make, to_np):
+    indices = RNG.integers(0, 4, (3, 4))
+    y, cache = F.embedding_forward(make(indices, "int64"), make(WEIGHT))
+    dweight = F.embedding_backward(make(DY), cache).weight
+    want = theirs(lambda weight: TF.embedding(torch.as_tensor(indices), weight), (WEIGHT,), DY)
+    compare((to_np(y), [to_np(dweight)]), want)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -12,24 +12,49 @@ from ._attention import AttentionGrads, attention, attention_backward, attention
 from ._attention_merge import attention_merge
 from ._attention_weights import attention_weights
 from ._cross_entropy import CrossEntropyGrads, cross_entropy, cross_entropy_backward, cross_entropy_forward
+from ._embedding import EmbeddingGrads, embedding, embedding_backward, embedding_forward
 from ._explain import Explanation, explain
+from ._geglu import GegluGrads, geglu, geglu_backward, geglu_forward
 from ._gelu import GeluGrads, gelu, gelu_backward, gelu_forward
 from ._layer_norm import LayerNormGrads, layer_norm, layer_norm_backward, layer_norm_forward
 from ._linear import LinearGrads, linear, linear_backward, linear_forward
+from ._log_softmax import LogSoftmaxGrads, log_softmax, log_softmax_backward, log_softmax_forward
 from ._mse_loss import MSELossGrads, mse_loss, mse_loss_backward, mse_loss_forward
 from ._relu import ReluGrads, relu, relu_backward, relu_forward
+from ._rms_norm import RMSNormGrads, rms_norm, rms_norm_backward, rms_norm_forward
+from ._rotary_embedding import (
+    RotaryEmbeddingGrads,
+    rotary_embedding,
+    rotary_embedding_backward,
+    rotary_embedding_forward,
+)
+from ._rotary_scaling import LinearScaling, Llama3Scaling, NTKScaling, RotaryScaling, YaRNScaling
+from ._silu import SiluGrads, silu, silu_backward, silu_forward
 from ._softmax import SoftmaxGrads, softmax, softmax_backward, softmax_forward
+from ._swiglu import SwigluGrads, swiglu, swiglu_backward, swiglu_forward
 
 __all__ = [
     "AttentionGrads",
     "CrossEntropyGrads",
+    "EmbeddingGrads",
     "Explanation",
+    "GegluGrads",
     "GeluGrads",
     "LayerNormGrads",
     "LinearGrads",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LogSoftmaxGrads",
     "MSELossGrads",
+    "NTKScaling",
+    "RMSNormGrads",
     "ReluGrads",
+    "RotaryEmbeddingGrads",
+    "RotaryScaling",
+    "SiluGrads",
     "SoftmaxGrads",
+    "SwigluGrads",
+    "YaRNScaling",
     "attention",
     "attention_backward",
     "attention_forward",
@@ -38,7 +63,13 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_forward",
+    "embedding",
+    "embedding_backward",
+    "embedding_forward",
     "explain",
+    "geglu",
+    "geglu_backward",
+    "geglu_forward",
     "gelu",
     "gelu_backward",
     "gelu_forward",
@@ -48,13 +79,28 @@ __all__ = [
     "linear",
     "linear_backward",
     "linear_forward",
+    "log_softmax",
+    "log_softmax_backward",
+    "log_softmax_forward",
     "mse_loss",
     "mse_loss_backward",
     "mse_loss_forward",
     "relu",
     "relu_backward",
     "relu_forward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rotary_embedding",
+    "rotary_embedding_backward",
+    "rotary_embedding_forward",
+    "silu",
+    "silu_backward",
+    "silu_forward",
     "softmax",
     "softmax_backward",
     "softmax_forward",
+    "swiglu",
+    "swiglu_backward",
+    "swiglu_forward",
 ]

@@ -50,7 +50,7 @@ def checked(
     if q_offset is None:
         q_offset = sizes.n_k - sizes.n_q
     integers = {"q_offset": q_offset, "key_lengths": key_lengths, "seed": seed}
-    static = {name: _static_integer(name, x, () if name == "seed" else sizes.batch) for name, x in integers.items()}
+    static = {name: static_integer(name, x, () if name == "seed" else sizes.batch) for name, x in integers.items()}
     if key_lengths is not None:
         _check_lengths(key_lengths, static["key_lengths"], sizes.n_k)
     settings = Settings(
@@ -130,7 +130,7 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
     return Sizes(batch, heads, kv_heads, n_q, n_k, d_k, d_v)
 
 
-def _expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> None:
+def expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> None:
     axes = zip(reversed(x.shape), reversed(shape), strict=False)
     if x.ndim > len(shape) or any(n not in (1, m) for n, m in axes):
         raise ShapeError(f"{name}: expected a shape that broadcasts to {meaning} = {shape}, got {tuple(x.shape)}")
@@ -143,10 +143,10 @@ def _check_pairs(mask: Any, bias: Any, sinks: Any, sizes: Sizes) -> None:
                 f"mask: expected booleans, True = may attend, got {dtype_name(getattr(mask, 'dtype', type(mask)))}; "
                 "what is added to the scores goes into bias="
             )
-        _expect_broadcastable("mask", mask, sizes.scores, "(…, H, n_q, n_k)")
+        expect_broadcastable("mask", mask, sizes.scores, "(…, H, n_q, n_k)")
     if bias is not None:
         expect_floating(bias=bias)
-        _expect_broadcastable("bias", bias, sizes.scores, "(…, H, n_q, n_k)")
+        expect_broadcastable("bias", bias, sizes.scores, "(…, H, n_q, n_k)")
     if sinks is not None:
         expect_floating(sinks=sinks)
         if tuple(sinks.shape) != (sizes.heads,):
@@ -166,21 +166,21 @@ def _checked_segments(segment_ids: Any, sizes: Sizes) -> tuple[Array | None, Arr
         expect_rank("segment_ids", ids, 1)
         if ids.shape[-1] != length:
             raise ShapeError(f"segment_ids: expected {length} {what} ids, got shape {tuple(ids.shape)}")
-        _expect_broadcastable("segment_ids", ids, (*sizes.batch, length), f"the batch and {what} axes")
+        expect_broadcastable("segment_ids", ids, (*sizes.batch, length), f"the batch and {what} axes")
     q_ids, k_ids = segment_ids
     if dtype_name(q_ids.dtype) != dtype_name(k_ids.dtype):
         raise DTypeError(f"segment_ids: expected one dtype, got {dtype_name(q_ids.dtype)}, {dtype_name(k_ids.dtype)}")
     return q_ids, k_ids
 
 
-def _static_integer(name: str, x: Any, shape: tuple[int, ...]) -> int | None:
+def static_integer(name: str, x: Any, shape: tuple[int, ...]) -> int | None:
     """Return a Python integer, or None for an absent argument or an integer array that fits."""
     if x is None:
         return None
     if hasattr(x, "dtype") and hasattr(x, "shape") and not _is_scalar(x):
         if not is_integer(x):
             raise DTypeError(f"{name}: expected an integer or integers, got an array of {dtype_name(x.dtype)}")
-        _expect_broadcastable(name, x, shape, "the axes before the heads")
+        expect_broadcastable(name, x, shape, "the axes before the heads")
         return None
     if isinstance(x, bool):
         raise DTypeError(f"{name}: expected an integer or integers, got {x}")
@@ -224,7 +224,7 @@ def _checked_window(window: Any) -> tuple[int | None, int | None]:
         raise ArgumentError(f"window: expected a pair (left, right), None for unbounded, got {shown(window)}")
     if any(hasattr(side, "dtype") and not _is_scalar(side) for side in window):
         raise DTypeError("window: expected Python integers, got an array; what differs from row to row goes into mask=")
-    left, right = (None if side is None else _static_integer("window", side, ()) for side in window)
+    left, right = (None if side is None else static_integer("window", side, ()) for side in window)
     if any(side is not None and side < 0 for side in (left, right)):
         raise ArgumentError(f"window: expected distances that are not negative, got {shown(window)}")
     return left, right

@@ -28,7 +28,7 @@ def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tup
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
     xp = backend.namespace()
     wide = widen(xp, x)
-    phi, _ = _distribution(xp, wide, approximate)
+    phi, _ = distribution(xp, wide, approximate)
     return cast(xp, wide * phi, x.dtype), (x,)
 
 
@@ -36,11 +36,11 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: s
     """Return dy · (Φ(x) + x · Φ′(x))."""
     xp, (x,) = backend.namespace(), saved
     wide = widen(xp, x)
-    phi, density = _distribution(xp, wide, approximate)
+    phi, density = distribution(xp, wide, approximate)
     return (cast(xp, widen(xp, dy) * (phi + wide * density), x.dtype),)
 
 
-def _distribution(xp: Any, x: Array, approximate: str) -> tuple[Array, Array]:
+def distribution(xp: Any, x: Array, approximate: str) -> tuple[Array, Array]:
     """Return Φ(x) and its derivative."""
     if approximate == "none":
         return erfc(xp, x * -math.sqrt(0.5)) / 2, xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
@@ -78,12 +78,14 @@ def gelu(x: Array, *, approximate: str = "none") -> Array:
     >>> pa.functional.gelu(np.array([-1.0, 0.0, 1.0])).round(6)
     array([-0.158655,  0.      ,  0.841345])
     """
-    return _operation.call({"x": x}, _check(x, approximate))
+    expect_floating(x=x)
+    return _operation.call({"x": x}, checked_approximate(approximate))
 
 
 def gelu_forward(x: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
     """Return ``(gelu(x), cache)``."""
-    return _operation.record({"x": x}, _check(x, approximate))
+    expect_floating(x=x)
+    return _operation.record({"x": x}, checked_approximate(approximate))
 
 
 def gelu_backward(dy: Array, cache: Cache) -> GeluGrads:
@@ -91,8 +93,8 @@ def gelu_backward(dy: Array, cache: Cache) -> GeluGrads:
     return _operation.pull(dy, cache, GeluGrads)
 
 
-def _check(x: Array, approximate: str) -> dict[str, str]:
-    expect_floating(x=x)
+def checked_approximate(approximate: str) -> dict[str, str]:
+    """Return which of the two Φ is meant as a static argument."""
     if approximate not in ("none", "tanh"):
         raise ArgumentError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
     return {"approximate": approximate}

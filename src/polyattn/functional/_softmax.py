@@ -66,12 +66,12 @@ def softmax(x: Array, *, axis: int = -1) -> Array:
     >>> pa.functional.softmax(np.log(np.array([1.0, 2.0, 5.0])))
     array([0.125, 0.25 , 0.625])
     """
-    return _operation.call({"x": x}, _check(x, axis))
+    return _operation.call({"x": x}, checked_axis(x, axis))
 
 
 def softmax_forward(x: Array, *, axis: int = -1) -> tuple[Array, Cache]:
     """Return ``(softmax(x), cache)``."""
-    return _operation.record({"x": x}, _check(x, axis))
+    return _operation.record({"x": x}, checked_axis(x, axis))
 
 
 def softmax_backward(dy: Array, cache: Cache) -> SoftmaxGrads:
@@ -79,7 +79,8 @@ def softmax_backward(dy: Array, cache: Cache) -> SoftmaxGrads:
     return _operation.pull(dy, cache, SoftmaxGrads)
 
 
-def _check(x: Array, axis: int) -> dict[str, int]:
+def checked_axis(x: Array, axis: int) -> dict[str, int]:
+    """Return the axis of softmax and its logarithm as a static argument."""
     expect_floating(x=x)
     expect_rank("x", x, 1)
     if not isinstance(axis, numbers.Integral) or not -x.ndim <= axis < x.ndim:

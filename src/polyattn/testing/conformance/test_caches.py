@@ -164,7 +164,7 @@ def test_compiled_isolation(contract: Any, make: Any, to_np: Any) -> None:
         assert_close(to_np(dk), ref.attention_gradients(poisoned[3], *poisoned[:3], mask=mask).k)
 
 
-@pytest.mark.parametrize("name", ["softmax", "layer_norm", "relu", "gelu"])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "rms_norm", "relu", "gelu", "silu"])
 def test_compiled_operations(contract: Any, make: Any, to_np: Any, name: Any) -> None:
     x, dy = RNG.standard_normal((2, 5, 4)), RNG.standard_normal((2, 5, 4))
 

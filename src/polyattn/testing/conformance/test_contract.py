@@ -163,6 +163,16 @@ def test_update_slice(contract: Any, make: Any, to_np: Any, axis: Any, start: An
     np.testing.assert_array_equal(to_np(contract.update_slice(make(x), make(value), start, axis)), expected)
 
 
+@pytest.mark.parametrize("axis", [1, -1])
+def test_update_slice_of_each_entry(contract: Any, make: Any, to_np: Any, axis: Any) -> None:
+    x, value, starts = np.arange(60.0).reshape(3, 4, 5), -np.ones((3, 2, 5) if axis == 1 else (3, 4, 2)), [0, 2, 1]
+    expected = x.copy()
+    for entry, start in enumerate(starts):
+        expected[(entry, *(slice(None),) * (axis % 3 - 1), slice(start, start + 2))] = -1
+    result = contract.update_slice(make(x), make(value), np.array(starts, np.int32), axis)
+    np.testing.assert_array_equal(to_np(result), expected)
+
+
 @pytest.mark.parametrize("tail", [(), (3,), (2, 2)])
 def test_index_add(contract: Any, make: Any, to_np: Any, tail: Any) -> None:
     x, value = np.ones((4, *tail)), np.arange(1.0, 1 + 5 * int(np.prod(tail))).reshape(5, *tail)

@@ -64,7 +64,10 @@ def test_operations(contract: Any, make: Any) -> None:
         for name, value, slope in (
             ("softmax", ref.softmax, ref.softmax_gradient),
             ("layer_norm", ref.layer_norm, lambda dy, x: ref.layer_norm_gradients(dy, x)[0]),
+            ("rms_norm", ref.rms_norm, lambda dy, x: ref.rms_norm_gradients(dy, x)[0]),
+            ("log_softmax", ref.log_softmax, ref.log_softmax_gradient),
             ("relu", ref.relu, ref.relu_gradient),
+            ("silu", ref.silu, ref.silu_gradient),
             ("gelu", ref.gelu, ref.gelu_gradient),
         ):
             y, cache = getattr(functions, f"{name}_forward")(on(X))
@@ -72,6 +75,16 @@ def test_operations(contract: Any, make: Any) -> None:
             y, dx = fetch(contract, device, y, dx)
             assert_close(y, value(X), "float32", what=name)
             assert_close(dx, slope(DY, X), "float32", what=f"gradient of {name}")
+
+
+def test_embedding(contract: Any, make: Any) -> None:
+    indices, dy = RNG.integers(0, 5, (2, 5)), DY
+    for device, on in places(contract, make):
+        y, cache = pa.functional.embedding_forward(on(indices, "int32"), on(X[0]))
+        dweight = pa.functional.embedding_backward(on(dy), cache).weight
+        y, dweight = fetch(contract, device, y, dweight)
+        assert_close(y, ref.embedding(indices, X[0]), "float32")
+        assert_close(dweight, ref.embedding_gradient(dy, indices, X[0]), "float32")
 
 
 def test_losses(contract: Any, make: Any) -> None:

@@ -47,7 +47,11 @@ def test_attention(make: Any, case: Any) -> None:
 @pytest.mark.parametrize("kind", ["int64", "bool", "complex128"])
 def test_dtypes_that_are_not_real_floats(make: Any, kind: Any) -> None:
     x = make(np.ones((2, 3)), kind)
-    for call in (pa.functional.softmax, pa.functional.relu, pa.functional.gelu, pa.functional.layer_norm):
+    functions = pa.functional
+    for call in (
+        *(functions.softmax, functions.log_softmax, functions.relu, functions.gelu, functions.silu),
+        *(functions.layer_norm, functions.rms_norm),
+    ):
         with pytest.raises(pa.DTypeError, match=rf"x: .*{kind}"):
             call(x)
     with pytest.raises(pa.DTypeError, match=kind):
@@ -70,8 +74,25 @@ def test_functional_shapes(make: Any) -> None:
         pa.functional.linear(x, make(np.ones((3, 2))), make(np.ones(3)))
     with pytest.raises(pa.ShapeError, match="weight"):
         pa.functional.layer_norm(x, make(np.ones(2)))
-    with pytest.raises((pa.ShapeError, ValueError), match="axis"):
-        pa.functional.softmax(x, axis=2)
+    with pytest.raises(pa.ShapeError, match="weight"):
+        pa.functional.rms_norm(x, make(np.ones(3)), axes=2)
+    norms: Any = (pa.functional.layer_norm, pa.functional.rms_norm)
+    for norm in norms:
+        for axes in (0, 3, -1, True, 1.0):
+            with pytest.raises(pa.ShapeError, match="axes"):
+                norm(x, axes=axes)
+        with pytest.raises(pa.ArgumentError, match="eps"):
+            norm(x, eps=-1e-5)
+    for softmax in (pa.functional.softmax, pa.functional.log_softmax):
+        with pytest.raises((pa.ShapeError, ValueError), match="axis"):
+            softmax(x, axis=2)
+    for gated in (pa.functional.swiglu, pa.functional.geglu):
+        with pytest.raises(pa.ShapeError, match="up"):
+            gated(x, x[:1, :])
+        with pytest.raises(pa.DTypeError, match="up float32"):
+            gated(x, make(np.ones((2, 3)), "float32"))
+    with pytest.raises(ValueError, match="approximate"):
+        pa.functional.geglu(x, x, approximate="sigmoid")
     with pytest.raises(ValueError, match="approximate"):
         pa.functional.gelu(x, approximate="sigmoid")
 

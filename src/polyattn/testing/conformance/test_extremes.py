@@ -1,4 +1,4 @@
-"""Values at the ends of what an argument can be: far positions, every integer type, biases and sinks without bound."""
+"""Values at the ends of what an argument can be: far positions, every integer type, numbers without bound."""
 
 from typing import Any
 
@@ -89,6 +89,59 @@ def test_gelu_where_a_cube_overflows(make: Any, to_np: Any, approximate: Any) ->
     y, cache = F.gelu_forward(x, approximate=approximate)
     np.testing.assert_array_equal(to_np(y), np.maximum(to_np(x), 0))
     np.testing.assert_array_equal(to_np(F.gelu_backward(make(np.ones(6), "float32"), cache).x), [1, 0, 1, 0, 1, 0])
+
+
+def run(name: Any, make: Any, to_np: Any, dtype: Any, *hosts: Any, **options: Any) -> Any:
+    """Return the value and the gradients of an operation on the host for an upstream of ones."""
+    y, cache = getattr(F, f"{name}_forward")(*(make(x, dtype) for x in hosts), **options)
+    grads = getattr(F, f"{name}_backward")(make(np.ones(y.shape), dtype), cache)
+    return to_np(y), *(to_np(gradient) for gradient in grads if gradient is not None)
+
+
+def test_silu_far_out(make: Any, to_np: Any) -> None:
+    """It is right to the last digits where it is tiny, and neither its value nor its slope overflows."""
+    x = np.array([-700.0, -40.0, -20.0, 0.0, 20.0, 700.0])
+    y, dx = run("silu", make, to_np, "float64", x)
+    for value, slope, *at in zip(y, dx, x, ref.silu(x), ref.silu_gradient(np.ones(6), x), strict=True):
+        assert_close([value], [at[1]], what=f"silu at {at[0]}")
+        assert_close([slope], [at[2]], what=f"its slope at {at[0]}")
+    y, dx = run("silu", make, to_np, "float32", [1e4, -1e4, 3e38, -3e38])
+    np.testing.assert_array_equal(y, np.asarray([1e4, 0, 3e38, 0], dtype=np.float32))
+    np.testing.assert_array_equal(dx, [1, 0, 1, 0])
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_units_far_out(make: Any, to_np: Any, dtype: Any, name: Any) -> None:
+    """A gate of ±10⁴ is open or closed, and no more."""
+    y, dgate, dup = run(name, make, to_np, dtype, [1e4, -1e4, 1e4], [2.0, 2.0, -0.5])
+    gate = to_np(make(1e4, dtype))
+    np.testing.assert_array_equal(y, [2 * gate, 0, -0.5 * gate])
+    np.testing.assert_array_equal(dgate, [2, 0, -0.5])
+    np.testing.assert_array_equal(dup, [gate, 0, gate])
+
+
+def test_log_softmax_far_out(make: Any, to_np: Any) -> None:
+    """What softmax gives as zero has a finite logarithm; an excluded element is −inf and leaves the others alone."""
+    y, dx = run("log_softmax", make, to_np, "float32", [[1e4, 0.0, -1e4], [-np.inf, 0.0, -np.inf]])
+    np.testing.assert_array_equal(y, [[0.0, -1e4, -2e4], [-np.inf, 0.0, -np.inf]])
+    np.testing.assert_array_equal(dx, [[-2.0, 1.0, 1.0], [1.0, -2.0, 1.0]])
+    for name in ("softmax", "log_softmax"):  # nothing to share one among: as softmax does
+        assert np.isnan(run(name, make, to_np, "float64", [[-np.inf, -np.inf]])[0]).all()
+
+
+def test_rms_norm_far_out(make: Any, to_np: Any, dtype: Any) -> None:
+    """±10⁴ squared overflows float16, the least normal numbers squared vanish: where eps rules, x / √eps."""
+    x = np.tile([1e4, -1e4], (1, 32))
+    y, dx = run("rms_norm", make, to_np, dtype, x)
+    assert_close(y, np.sign(x), dtype)
+    assert_close(dx, np.full((1, 64), 1 / to_np(make(1e4, dtype))), dtype)
+    tiny = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}[dtype]
+    y, dx = run("rms_norm", make, to_np, dtype, np.full((1, 8), tiny), eps=0.25)
+    assert_close(y, np.full((1, 8), 2 * tiny), dtype)
+    assert_close(dx, np.full((1, 8), 2.0), dtype)
+    y, dx = run("rms_norm", make, to_np, dtype, np.zeros((1, 8)))
+    np.testing.assert_array_equal(y, np.zeros((1, 8)))
+    assert_close(dx, np.full((1, 8), 1e-5**-0.5), dtype)
 
 
 def test_a_finite_bias_excludes_nothing(make: Any, to_np: Any) -> None:

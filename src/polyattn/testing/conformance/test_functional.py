@@ -1,4 +1,4 @@
-"""Softmax, linear, layer norm and the activations: values, gradients, dtypes, shapes."""
+"""Softmax, linear, the norms, the activations and the gated units: values, gradients, dtypes, shapes."""
 
 from typing import Any
 
@@ -14,6 +14,7 @@ RNG = np.random.default_rng(11)
 X, DX = RNG.standard_normal((2, 4, 6)), RNG.standard_normal((2, 4, 6))
 WEIGHT, BIAS, DY = RNG.standard_normal((6, 3)), RNG.standard_normal(3), RNG.standard_normal((2, 4, 3))
 GAIN, SHIFT = RNG.standard_normal(6), RNG.standard_normal(6)
+GAINS, SHIFTS = RNG.standard_normal((4, 6)), RNG.standard_normal((4, 6))
 
 
 def gradients(name: Any, dy: Any, arguments: Any, **options: Any) -> Any:
@@ -52,6 +53,38 @@ OPERATIONS: dict[str, Any] = {
     "layer_norm-gain": (
         *("layer_norm", (X, GAIN), {}, DX),
         *(ref.layer_norm, lambda dy, x, w: ref.layer_norm_gradients(dy, x, w)[:2]),
+    ),
+    "layer_norm-two-axes": (
+        *("layer_norm", (X, GAINS, SHIFTS), {"axes": 2}, DX),
+        *(
+            lambda x, w, b: ref.layer_norm(x, w, b, axes=2),
+            lambda dy, x, w, b: ref.layer_norm_gradients(dy, x, w, axes=2),
+        ),
+    ),
+    "layer_norm-every-axis": (
+        *("layer_norm", (X,), {"axes": 3}, DX),
+        *(lambda x: ref.layer_norm(x, axes=3), lambda dy, x: ref.layer_norm_gradients(dy, x, axes=3)[:1]),
+    ),
+    "rms_norm": ("rms_norm", (X, GAIN), {}, DX, ref.rms_norm, ref.rms_norm_gradients),
+    "rms_norm-bare": (
+        *("rms_norm", (X,), {"eps": 1e-3}, DX),
+        *(lambda x: ref.rms_norm(x, eps=1e-3), lambda dy, x: ref.rms_norm_gradients(dy, x, eps=1e-3)[:1]),
+    ),
+    "rms_norm-two-axes": (
+        *("rms_norm", (X, GAINS), {"axes": 2}, DX),
+        *(lambda x, w: ref.rms_norm(x, w, axes=2), lambda dy, x, w: ref.rms_norm_gradients(dy, x, w, axes=2)),
+    ),
+    "log_softmax": ("log_softmax", (X,), {}, DX, ref.log_softmax, lambda dy, x: (ref.log_softmax_gradient(dy, x),)),
+    "log_softmax-axis": (
+        *("log_softmax", (X,), {"axis": 1}, DX),
+        *(lambda x: ref.log_softmax(x, 1), lambda dy, x: (ref.log_softmax_gradient(dy, x, 1),)),
+    ),
+    "silu": ("silu", (3 * X,), {}, DX, ref.silu, lambda dy, x: (ref.silu_gradient(dy, x),)),
+    "swiglu": ("swiglu", (3 * X, X[::-1]), {}, DX, ref.swiglu, ref.swiglu_gradients),
+    "geglu": ("geglu", (3 * X, X[::-1]), {}, DX, ref.geglu, ref.geglu_gradients),
+    "geglu-tanh": (
+        *("geglu", (3 * X, X[::-1]), {"approximate": "tanh"}, DX),
+        *(lambda g, u: ref.geglu(g, u, "tanh"), lambda dy, g, u: ref.geglu_gradients(dy, g, u, "tanh")),
     ),
     "relu": ("relu", (X,), {}, DX, ref.relu, lambda dy, x: (ref.relu_gradient(dy, x),)),
     "gelu": ("gelu", (3 * X,), {}, DX, ref.gelu, lambda dy, x: (ref.gelu_gradient(dy, x),)),
@@ -101,7 +134,7 @@ def test_inputs_are_left_alone(make: Any, to_np: Any, case: Any) -> None:
         np.testing.assert_array_equal(to_np(x), host)
 
 
-@pytest.mark.parametrize("name", ["relu", "gelu"])
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu"])
 def test_arrays_without_axes(make: Any, to_np: Any, name: Any) -> None:
     x, dy = make(0.7), make(1.5)
     y, (dx,) = gradients(name, dy, [x])
@@ -159,12 +192,20 @@ def test_long_sums_are_taken_wider(make: Any, to_np: Any, dtype: Any) -> None:
     scale, shift = make(np.ones(2), dtype), make(np.zeros(2), dtype)
     _, norm = gradients("layer_norm", make(np.ones((4096, 2)), dtype), [x, scale, shift])
     np.testing.assert_array_equal(to_np(norm.bias), [4096.0, 4096.0])
+    _, norm = gradients("rms_norm", make(np.ones((4096, 2)), dtype), [x, scale], eps=0.0)
+    np.testing.assert_array_equal(to_np(norm.weight), [4096.0, 4096.0])
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6)])
 def test_empty_batches(make: Any, to_np: Any, shape: Any) -> None:
     x = make(np.zeros(shape))
-    for name, others, width in (("softmax", (), 6), ("layer_norm", (GAIN, SHIFT), 6), ("linear", (WEIGHT, BIAS), 3)):
+    for name, others, width in (
+        ("softmax", (), 6),
+        ("log_softmax", (), 6),
+        ("layer_norm", (GAIN, SHIFT), 6),
+        ("rms_norm", (GAIN,), 6),
+        ("linear", (WEIGHT, BIAS), 3),
+    ):
         dy = make(np.zeros((*shape[:-1], width)))
         y, grads = gradients(name, dy, [x, *(make(other) for other in others)])
         assert tuple(y.shape) == (*shape[:-1], width)

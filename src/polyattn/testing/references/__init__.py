@@ -6,27 +6,39 @@ The tests of the library check these formulas too, against central differences
 and against torch.
 """
 
+from ._activations import (
+    geglu,
+    geglu_gradients,
+    gelu,
+    gelu_gradient,
+    relu,
+    relu_gradient,
+    silu,
+    silu_gradient,
+    swiglu,
+    swiglu_gradients,
+)
 from ._attention import AttentionAnswer, AttentionSlopes, allowed_pairs, attention, attention_gradients, merge
 from ._dropout import keep_mask, threefry2x32
 from ._functional import (
     cross_entropy,
     cross_entropy_gradient,
     cross_entropy_weight_gradient,
-    gelu,
-    gelu_gradient,
-    layer_norm,
-    layer_norm_gradients,
+    embedding,
+    embedding_gradient,
     linear,
     linear_gradients,
+    log_softmax,
+    log_softmax_gradient,
     mse_loss,
     mse_loss_gradients,
-    relu,
-    relu_gradient,
     softmax,
     softmax_gradient,
 )
 from ._layers import multi_head_attention, multi_head_attention_gradients
+from ._norms import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
 from ._optim import adamw, sgd
+from ._rotary import rotary_embedding, rotary_embedding_gradient, rotary_frequencies
 
 __all__ = [
     "AttentionAnswer",
@@ -38,6 +50,10 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_gradient",
     "cross_entropy_weight_gradient",
+    "embedding",
+    "embedding_gradient",
+    "geglu",
+    "geglu_gradients",
     "gelu",
     "gelu_gradient",
     "keep_mask",
@@ -45,6 +61,8 @@ __all__ = [
     "layer_norm_gradients",
     "linear",
     "linear_gradients",
+    "log_softmax",
+    "log_softmax_gradient",
     "merge",
     "mse_loss",
     "mse_loss_gradients",
@@ -52,8 +70,17 @@ __all__ = [
     "multi_head_attention_gradients",
     "relu",
     "relu_gradient",
+    "rms_norm",
+    "rms_norm_gradients",
+    "rotary_embedding",
+    "rotary_embedding_gradient",
+    "rotary_frequencies",
     "sgd",
+    "silu",
+    "silu_gradient",
     "softmax",
     "softmax_gradient",
+    "swiglu",
+    "swiglu_gradients",
     "threefry2x32",
 ]

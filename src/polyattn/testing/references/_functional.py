@@ -1,16 +1,13 @@
-"""Softmax, linear, layer norm, activations and losses, each with its gradients."""
+"""Softmax, linear, embedding and losses, each with its gradients."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Float = NDArray[np.float64]
-
-_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def f64(x: ArrayLike) -> Float:
@@ -35,6 +32,37 @@ def softmax_gradient(dy: ArrayLike, x: ArrayLike, axis: int = -1) -> Float:
     return np.asarray(y * (dy - np.sum(dy * y, axis=axis, keepdims=True)))
 
 
+def log_softmax(x: ArrayLike, axis: int = -1) -> Float:
+    """Return x − log Σ exp(x) along ``axis``."""
+    x = f64(x)
+    if x.size == 0:
+        return x
+    peak = np.max(x, axis=axis, keepdims=True)
+    return np.asarray(x - peak - np.log(np.sum(np.exp(x - peak), axis=axis, keepdims=True)))
+
+
+def log_softmax_gradient(dy: ArrayLike, x: ArrayLike, axis: int = -1) -> Float:
+    """Return dy − softmax(x) Σ dy: the transpose of the Jacobian 1 − 1 pᵀ times ``dy``."""
+    return np.asarray(f64(dy) - softmax(x, axis) * np.sum(f64(dy), axis=axis, keepdims=True))
+
+
+def embedding(indices: ArrayLike, weight: ArrayLike) -> Float:
+    """Return the rows of ``weight`` that the indices name."""
+    weight, indices = f64(weight), np.asarray(indices)
+    y = np.zeros((*indices.shape, weight.shape[1]))
+    for place in np.ndindex(indices.shape):
+        y[place] = weight[indices[place]]
+    return y
+
+
+def embedding_gradient(dy: ArrayLike, indices: ArrayLike, weight: ArrayLike) -> Float:
+    """Return the gradient of ``weight``: dy added to the row that each index names, one at a time."""
+    dy, dweight, indices = f64(dy), np.zeros(np.shape(weight)), np.asarray(indices)
+    for place in np.ndindex(indices.shape):
+        dweight[indices[place]] += dy[place]
+    return dweight
+
+
 def linear(x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None) -> Float:
     """Return x W + b."""
     y = f64(x) @ f64(weight)
@@ -46,65 +74,6 @@ def linear_gradients(dy: ArrayLike, x: ArrayLike, weight: ArrayLike) -> tuple[Fl
     dy, x, weight = f64(dy), f64(x), f64(weight)
     rows, drows = x.reshape(-1, weight.shape[0]), dy.reshape(-1, weight.shape[1])
     return np.einsum("...o,io->...i", dy, weight), np.einsum("ri,ro->io", rows, drows), np.sum(drows, axis=0)
-
-
-def _normalised(x: Float, eps: float) -> tuple[Float, Float]:
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    centred = centred - np.mean(centred, axis=-1, keepdims=True)  # the first mean was rounded at its own size
-    inverse = 1.0 / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps)
-    return centred * inverse, inverse
-
-
-def layer_norm(
-    x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, eps: float = 1e-5
-) -> Float:
-    """Return (x − mean) / √(variance + eps) · weight + bias over the last axis, biased variance."""
-    y, _ = _normalised(f64(x), eps)
-    y = y if weight is None else y * f64(weight)
-    return y if bias is None else y + f64(bias)
-
-
-def layer_norm_gradients(
-    dy: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-5
-) -> tuple[Float, Float, Float]:
-    """Return the gradients of x, weight and bias."""
-    dy, x = f64(dy), f64(x)
-    normalised, inverse = _normalised(x, eps)
-    dnormalised = dy if weight is None else dy * f64(weight)
-    mean = np.mean(dnormalised, axis=-1, keepdims=True)
-    along = np.mean(dnormalised * normalised, axis=-1, keepdims=True)
-    rows = tuple(range(x.ndim - 1))
-    dx = inverse * (dnormalised - mean - normalised * along)
-    return dx, np.sum(dy * normalised, axis=rows), np.sum(dy, axis=rows)
-
-
-def relu(x: ArrayLike) -> Float:
-    """Return max(x, 0)."""
-    return np.maximum(f64(x), 0.0)
-
-
-def relu_gradient(dy: ArrayLike, x: ArrayLike) -> Float:
-    """Return dy where x > 0, zero elsewhere (at 0 too)."""
-    return np.where(f64(x) > 0, f64(dy), 0.0)
-
-
-def gelu(x: ArrayLike, approximate: str = "none") -> Float:
-    """Return x Φ(x), Φ the normal distribution function, or its tanh approximation (Hendrycks and Gimpel 2016)."""
-    x = f64(x)
-    if approximate == "tanh":
-        return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
-    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
-
-
-def gelu_gradient(dy: ArrayLike, x: ArrayLike, approximate: str = "none") -> Float:
-    """Return dy · d gelu / dx."""
-    x, dy = f64(x), f64(dy)
-    if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-        dinner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
-        return np.asarray(dy * (0.5 * (1 + np.tanh(inner)) + 0.5 * x * dinner * (1 - np.tanh(inner) ** 2)))
-    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-    return np.asarray(dy * (0.5 * (1 + _erf(x / math.sqrt(2))) + x * density))
 
 
 def mse_loss(prediction: ArrayLike, target: ArrayLike) -> Float:

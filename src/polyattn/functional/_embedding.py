@@ -1,0 +1,122 @@
+"""The rows of a table, and the backward that adds them up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..backend import Array, Backend, Cache, dtype_name
+from ..errors import ArgumentError, DTypeError, ShapeError
+from ..kernels import cast, widen
+from ..registry import owner
+from ._operation import Operation, expect_arrays, expect_floating, is_integer
+
+__all__ = ["EmbeddingGrads", "embedding", "embedding_backward", "embedding_forward"]
+
+
+class EmbeddingGrads(NamedTuple):
+    """The gradients of :func:`embedding`; None for the integer indices."""
+
+    indices: None
+    weight: Array
+
+
+def forward(
+    backend: Backend, indices: Array, weight: Array, *, count: int, seen: bool
+) -> tuple[Array, tuple[Array, Array | None]]:
+    """Return weight[indices]; zeros where an index is out of range and its value could not be seen before."""
+    xp = backend.namespace()
+    # Not every library takes rows by every type of integer, or compares unsigned ones.
+    signed = cast(xp, indices, xp.int64 if dtype_name(indices.dtype).endswith("64") else xp.int32)
+    index, inside = xp.reshape(signed, (math.prod(indices.shape),)), None  # (n,)
+    if not seen:
+        inside = xp.logical_and(xp.greater_equal(index, 0), xp.less(index, count))  # (n,)
+        index = xp.where(inside, index, xp.zeros_like(index))
+    rows = xp.take(weight, index, axis=0)  # (n, features)
+    if inside is not None:
+        rows = xp.where(inside[:, None], rows, xp.zeros_like(rows))
+    return xp.reshape(rows, (*indices.shape, weight.shape[1])), (index, inside)
+
+
+def backward(
+    backend: Backend, dy: Array, saved: tuple[Array, Array | None], *, count: int, seen: bool
+) -> tuple[None, Array]:
+    """Return the sum of dy over the places where each row was taken, in float32 at least."""
+    xp, (index, inside) = backend.namespace(), saved
+    features = dy.shape[-1]
+    drows = xp.reshape(widen(xp, dy), (index.shape[0], features))  # (n, features)
+    if inside is not None:
+        drows = xp.where(inside[:, None], drows, xp.zeros_like(drows))
+    # rows = weight[index]
+    device = backend.native_device(backend.device_of(dy))
+    dweight = backend.index_add(xp.zeros((count, features), dtype=drows.dtype, device=device), index, drows)
+    return None, cast(xp, dweight, dy.dtype)  # (count, features)
+
+
+_operation = Operation("embedding", forward, backward)
+
+
+def embedding(indices: Array, weight: Array) -> Array:
+    """Return rows of a table: y[…] = weight[indices[…]].
+
+    Parameters
+    ----------
+    indices : array (…)
+        Integers from 0 to below ``count``; negative ones do not count from the end.
+    weight : array (count, features)
+        Floating, with at least one row.
+
+    Returns
+    -------
+    array (…, features)
+        Of the dtype of ``weight``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError
+        If ``weight`` is no floating table or ``indices`` are not integers; if an index is out of range
+        (checked where the indices are at hand on the host; elsewhere such an index gives zeros, and
+        moves no row).
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.embedding(np.array([2, 0, 2]), np.array([[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]]))
+    array([[2. , 2.5],
+           [0. , 0.5],
+           [2. , 2.5]])
+    """
+    return _operation.call(*_check(indices, weight))
+
+
+def embedding_forward(indices: Array, weight: Array) -> tuple[Array, Cache]:
+    """Return ``(embedding(indices, weight), cache)``."""
+    return _operation.record(*_check(indices, weight))
+
+
+def embedding_backward(dy: Array, cache: Cache) -> EmbeddingGrads:
+    """Return for each row of the table the sum of dy over the places where it was taken."""
+    return _operation.pull(dy, cache, EmbeddingGrads)
+
+
+def _check(indices: Array, weight: Array) -> tuple[dict[str, Array], dict[str, Any]]:
+    expect_arrays(weight=weight)
+    expect_floating(weight=weight)
+    if weight.ndim != 2 or weight.shape[0] == 0:
+        raise ShapeError(f"weight: expected (count, features) with at least one row, got {tuple(weight.shape)}")
+    count = weight.shape[0]
+    return {"indices": indices, "weight": weight}, {"count": count, "seen": checked_indices(indices, count)}
+
+
+def checked_indices(indices: Array, count: int) -> bool:
+    """Say whether the indices could be looked at; raise if they are no integers, or out of range as far as is seen."""
+    if not hasattr(indices, "dtype") or not is_integer(indices):
+        raise DTypeError(f"indices: expected integers, got {dtype_name(getattr(indices, 'dtype', type(indices)))}")
+    backend = owner(indices, "indices")
+    if not backend.on_host(indices):
+        return False
+    values = backend.to_numpy(indices)
+    wrong = values[(values < 0) | (values >= count)]
+    if wrong.size:
+        raise ArgumentError(f"indices: expected integers in [0, {count}), got {int(wrong[0])}")
+    return True

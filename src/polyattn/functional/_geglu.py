@@ -1,0 +1,84 @@
+"""The linear unit gated by gelu, and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ..kernels import cast, widen
+from ._gelu import checked_approximate, distribution
+from ._operation import Operation
+from ._swiglu import checked_pair
+
+__all__ = ["GegluGrads", "geglu", "geglu_backward", "geglu_forward"]
+
+
+class GegluGrads(NamedTuple):
+    """The gradients of :func:`geglu`."""
+
+    gate: Array
+    up: Array
+
+
+def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, tuple[Array, Array]]:
+    """Return gate · Φ(gate) · up."""
+    xp = backend.namespace()
+    wide = widen(xp, gate)
+    phi, _ = distribution(xp, wide, approximate)
+    return cast(xp, wide * phi * widen(xp, up), gate.dtype), (gate, up)
+
+
+def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approximate: str) -> tuple[Array, Array]:
+    """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
+    xp, (gate, up) = backend.namespace(), saved
+    dy_, wide = widen(xp, dy), widen(xp, gate)
+    phi, density = distribution(xp, wide, approximate)
+    # y = gate · Φ(gate) · up
+    dup = dy_ * (wide * phi)
+    dgate = dy_ * widen(xp, up) * (phi + wide * density)
+    return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
+
+
+_operation = Operation("geglu", forward, backward)
+
+
+def geglu(gate: Array, up: Array, *, approximate: str = "none") -> Array:
+    r"""Return gelu(gate) · up, element by element: :math:`y = g \, \Phi(g) \, u`.
+
+    The halves come as two arrays. Where one projection makes both, split its
+    result: which half is the gate differs from model to model.
+
+    Parameters
+    ----------
+    gate, up : array
+        Floating, of one shape and dtype; float16 and bfloat16 are computed in float32.
+    approximate : {"none", "tanh"}
+        As in :func:`gelu`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError
+        If the shapes or the dtypes differ (nothing is broadcast), or are not floating, or
+        ``approximate`` is neither of the two.
+
+    Notes
+    -----
+    Shazeer, "GLU variants improve transformer" (2020).
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.geglu(np.array([-1.0, 0.0, 1.0]), np.array([2.0, 2.0, 2.0])).round(6)
+    array([-0.317311,  0.      ,  1.682689])
+    """
+    return _operation.call(checked_pair(gate, up), checked_approximate(approximate))
+
+
+def geglu_forward(gate: Array, up: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
+    """Return ``(geglu(gate, up), cache)``."""
+    return _operation.record(checked_pair(gate, up), checked_approximate(approximate))
+
+
+def geglu_backward(dy: Array, cache: Cache) -> GegluGrads:
+    """Return dy · up · gelu′(gate) for the gate, and dy · gelu(gate) for what it gates."""
+    return _operation.pull(dy, cache, GegluGrads)

@@ -1,0 +1,78 @@
+"""The logarithm of softmax, and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ..kernels import cast, widen
+from ._operation import Operation
+from ._softmax import checked_axis
+
+__all__ = ["LogSoftmaxGrads", "log_softmax", "log_softmax_backward", "log_softmax_forward"]
+
+
+class LogSoftmaxGrads(NamedTuple):
+    """The gradient of :func:`log_softmax`."""
+
+    x: Array
+
+
+def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, tuple[Array]]:
+    """Return x − log Σ exp(x), shifted by the maximum so that nothing overflows."""
+    xp = backend.namespace()
+    wide = widen(xp, x)
+    shifted = wide - xp.max(wide, axis=axis, keepdims=True) if x.shape[axis] else wide
+    y = shifted - xp.log(xp.sum(xp.exp(shifted), axis=axis, keepdims=True))
+    return cast(xp, y, x.dtype), (y,)
+
+
+def backward(backend: Backend, dy: Array, saved: tuple[Array], *, axis: int) -> tuple[Array]:
+    """Return dy − exp(y) Σ dy."""
+    xp, (y,) = backend.namespace(), saved
+    dy_ = widen(xp, dy)
+    dx = dy_ - xp.exp(y) * xp.sum(dy_, axis=axis, keepdims=True)
+    return (cast(xp, dx, dy.dtype),)
+
+
+_operation = Operation("log_softmax", forward, backward)
+
+
+def log_softmax(x: Array, *, axis: int = -1) -> Array:
+    r"""Return the logarithm of softmax: :math:`y_i = x_i - \log \sum_j e^{x_j}`.
+
+    Parameters
+    ----------
+    x : array
+        Floating, at least one axis. float16 and bfloat16 are computed in float32.
+    axis : int
+        The axis along which the exponentials sum to one.
+
+    Returns
+    -------
+    array
+        Of the shape and dtype of ``x``; finite also where softmax underflows to zero.
+        A slice that is −inf throughout gives NaN, as softmax does.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If ``x`` has no such axis or is not floating.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.log_softmax(np.array([0.0, 1000.0]))
+    array([-1000.,     0.])
+    """
+    return _operation.call({"x": x}, checked_axis(x, axis))
+
+
+def log_softmax_forward(x: Array, *, axis: int = -1) -> tuple[Array, Cache]:
+    """Return ``(log_softmax(x), cache)``."""
+    return _operation.record({"x": x}, checked_axis(x, axis))
+
+
+def log_softmax_backward(dy: Array, cache: Cache) -> LogSoftmaxGrads:
+    r"""Return the gradient :math:`dx = dy - e^y \sum_j dy_j`."""
+    return _operation.pull(dy, cache, LogSoftmaxGrads)

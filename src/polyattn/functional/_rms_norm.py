@@ -1,0 +1,101 @@
+"""Normalisation by the root mean square, and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backend import Array, Backend, Cache
+from ..kernels import cast, widen
+from ._norms import checked_norm, trailing
+from ._operation import Operation
+
+__all__ = ["RMSNormGrads", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
+
+
+class RMSNormGrads(NamedTuple):
+    """The gradients of :func:`rms_norm`; None for an absent weight."""
+
+    x: Array
+    weight: Array | None
+
+
+def forward(
+    backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
+    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
+    wide = widen(xp, x)
+    rstd = 1 / xp.sqrt(xp.sum(wide * wide, axis=last, keepdims=True) / n + eps)  # (…, 1)
+    y = wide * rstd
+    if weight is not None:
+        y = y * widen(xp, weight)
+    return cast(xp, y, x.dtype), (x, rstd, weight)
+
+
+def backward(
+    backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None], *, eps: float, axes: int = 1
+) -> tuple[Array, Array | None]:
+    """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
+    xp, (x, rstd, weight) = backend.namespace(), saved
+    dy_, (rows, last, n) = widen(xp, dy), trailing(dy, axes)
+    xhat = widen(xp, x) * rstd
+    # y = x̂ · weight
+    dweight = None if weight is None else cast(xp, xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (*features)
+    dxhat = dy_ if weight is None else dy_ * widen(xp, weight)
+    # x̂ = x · rstd(x)
+    dx = (dxhat - xhat * (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n)) * rstd
+    return cast(xp, dx, dy.dtype), dweight
+
+
+_operation = Operation("rms_norm", forward, backward)
+
+
+def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: int = 1) -> Array:
+    r"""Divide the last axis, or several, by the root of its mean square, then scale.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \odot w
+
+    Parameters
+    ----------
+    x : array (…, *features)
+        Floating. The mean is taken in float32 at least.
+    weight : array (*features), optional
+        Gain, of the dtype of ``x``.
+    eps : float
+        Added to the mean square, inside the root. (torch takes the machine epsilon where it is given none.)
+    axes : int
+        How many of the last axes are normalised together; ``features`` are their lengths.
+        torch's ``normalized_shape`` has so many entries, and ONNX's ``axis`` is ``-axes``.
+
+    Returns
+    -------
+    array
+        Of the shape and dtype of ``x``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError
+        If the shapes do not fit or ``x`` has not so many axes, the dtypes differ or are not
+        floating, or ``eps`` is negative.
+
+    Notes
+    -----
+    Zhang and Sennrich, "Root mean square layer normalization" (2019).
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.functional.rms_norm(np.array([[1.0, 7.0]]), eps=0.0)
+    array([[0.2, 1.4]])
+    """
+    return _operation.call(*checked_norm(x, eps, axes, weight=weight))
+
+
+def rms_norm_forward(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: int = 1) -> tuple[Array, Cache]:
+    """Return ``(rms_norm(x, weight), cache)``."""
+    return _operation.record(*checked_norm(x, eps, axes, weight=weight))
+
+
+def rms_norm_backward(dy: Array, cache: Cache) -> RMSNormGrads:
+    """Return the gradients of x and weight, the latter summed over every leading axis."""
+    return _operation.pull(dy, cache, RMSNormGrads)

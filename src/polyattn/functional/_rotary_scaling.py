@@ -1,0 +1,177 @@
+"""How the frequencies of a rotary embedding are stretched, so that a model reads further than it was trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError
+from ._operation import is_number, shown
+
+__all__ = ["LinearScaling", "Llama3Scaling", "NTKScaling", "RotaryScaling", "YaRNScaling"]
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """The base of the scalings of :func:`rotary_embedding`, and itself the one that changes nothing.
+
+    A scaling of your own is a frozen dataclass that derives from it and gives :meth:`frequencies`,
+    and :attr:`magnitude` where that is not 1.
+    """
+
+    def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
+        """Return the dim / 2 angles by which one position turns each pair: base^(−2i / dim)."""
+        return np.asarray(base ** (-np.arange(0, dim, 2) / dim))
+
+    @property
+    def magnitude(self) -> float:
+        """The factor on what is rotated; on queries and keys both, so squared in the scores."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearScaling(RotaryScaling):
+    """Position interpolation: every frequency divided by ``factor``.
+
+    Chen et al., "Extending context window of large language models via positional interpolation" (2023).
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+
+    def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
+        """Return base^(−2i / dim) / factor."""
+        return super().frequencies(dim, base) / self.factor
+
+
+@dataclass(frozen=True)
+class NTKScaling(RotaryScaling):
+    """NTK-aware scaling: base · factor^(dim / (dim − 2)), so that only the lowest frequency is divided by ``factor``.
+
+    u/bloc97, "NTK-aware scaled RoPE" (2023); equation 16 of the YaRN paper.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+
+    def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
+        """Return the frequencies of the larger base."""
+        # The only pair of dim 2 turns by 1 a position, whatever the base is.
+        return super().frequencies(dim, base * self.factor ** (dim / (dim - 2)) if dim > 2 else base)
+
+
+@dataclass(frozen=True)
+class YaRNScaling(RotaryScaling):
+    """YaRN: pairs that turn often keep their frequency, those that turn seldom are interpolated, a ramp between.
+
+    Peng et al., "YaRN: efficient context window extension of large language models" (2023), section 3.
+
+    Parameters
+    ----------
+    factor : float
+        The stretched length over the original one.
+    original_length : int
+        How many positions the model was trained on.
+    beta_fast, beta_slow : float
+        Turns over the original length from which a pair is kept, and below which it is interpolated.
+    attention_factor : float, optional
+        The factor on queries and keys; the default 0.1 · ln(factor) + 1 is the paper's.
+    truncate : bool
+        Round the ends of the ramp outwards to whole pairs, as the authors' code does.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+        _positive(original_length=self.original_length, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        if self.beta_fast <= self.beta_slow:
+            raise ArgumentError(f"beta_fast: expected more than beta_slow={self.beta_slow}, got {self.beta_fast}")
+        if self.attention_factor is not None:
+            _positive(attention_factor=self.attention_factor)
+
+    def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
+        """Return θ · (ramp / factor + 1 − ramp), the ramp rising from the pair of beta_fast to that of beta_slow."""
+        plain = super().frequencies(dim, base)
+        low, high = (self._pair_that_turns(beta, dim, base) for beta in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
+        return np.asarray(plain * (ramp / self.factor + 1 - ramp))
+
+    @property
+    def magnitude(self) -> float:
+        """The attention factor, 0.1 · ln(factor) + 1 where none was given."""
+        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
+    def _pair_that_turns(self, times: float, dim: int, base: float) -> float:
+        """Return which pair, counted with fractions, turns so many times over the original length."""
+        return dim * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(base))
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RotaryScaling):
+    """Llama 3's: short wavelengths are kept, long ones divided by ``factor``, those between go from one to the other.
+
+    Grattafiori et al., "The Llama 3 herd of models" (2024), as in the model's code; the defaults are Llama 3.1's.
+
+    Parameters
+    ----------
+    factor : float
+        By which low frequencies are divided.
+    low_freq_factor, high_freq_factor : float
+        A wavelength above ``original_length / low_freq_factor`` is long, one below
+        ``original_length / high_freq_factor`` short.
+    original_length : int
+        How many positions the model was trained on.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+        _positive(
+            low_freq_factor=self.low_freq_factor,
+            high_freq_factor=self.high_freq_factor,
+            original_length=self.original_length,
+        )
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ArgumentError(
+                f"high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
+
+    def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
+        """Return θ · (smooth + (1 − smooth) / factor), smooth from 0 at long wavelengths to 1 at short ones."""
+        plain = super().frequencies(dim, base)
+        turns = self.original_length * plain / (2 * math.pi)  # the original length over the wavelength
+        smooth = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        return np.asarray(plain * (smooth + (1 - smooth) / self.factor))
+
+
+def _at_least_one(name: str, x: Any) -> None:
+    if not (is_number(x) and math.isfinite(x) and x >= 1):
+        raise ArgumentError(f"{name}: expected a finite number that is at least 1, got {shown(x)}")
+
+
+def _positive(**numbers: Any) -> None:
+    for name, x in numbers.items():
+        if not (is_number(x) and math.isfinite(x) and x > 0):
+            raise ArgumentError(f"{name}: expected a positive number, got {shown(x)}")

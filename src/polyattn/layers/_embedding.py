@@ -1,0 +1,79 @@
+"""The embedding layer: a table of rows, taken by index."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..backend import Array, Cache
+from ..functional._embedding import _operation as embedding
+from ..functional._embedding import checked_indices
+from ._initial import checked_sizes, generator
+from ._layer import Layer
+
+__all__ = ["Embedding", "EmbeddingInputs"]
+
+
+class EmbeddingInputs(NamedTuple):
+    """The gradient of an :class:`Embedding`'s input: none, for integers."""
+
+    indices: None
+
+
+class Embedding(Layer):
+    """A table of rows, taken by index: :func:`polyattn.functional.embedding`.
+
+    Parameters
+    ----------
+    count, features : int
+        ``weight`` is (count, features). It starts normal, with deviation 1/√features: rows of length one, about.
+    seed : int
+        The same seed gives the same table on every backend.
+    dtype : str
+    backend, device : str, optional
+        Where the parameters live and the layer computes.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError, UnknownBackendError, BackendUnavailableError
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> layer = pa.Embedding(10, 4, dtype="float64")
+    >>> y, cache = layer.forward(np.array([[1, 3, 1]]))
+    >>> _, grads = layer.backward(np.ones_like(y), cache)
+    >>> y.shape, grads["weight"][:4, 0]
+    ((1, 3, 4), array([0., 2., 0., 1.]))
+    """
+
+    _operation = embedding
+    _slots = ("weight",)
+
+    def __init__(
+        self, count: int, features: int, *, seed: int = 0, dtype: str = "float32", backend: str | None = None,
+        device: str | None = None,
+    ) -> None:  # fmt: skip
+        self.count, self.features = checked_sizes(count=count, features=features)
+        weight = generator(seed).standard_normal((self.count, self.features)) / math.sqrt(self.features)
+        super().__init__({"weight": weight}, dtype, backend, device)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make a layer of the same architecture."""
+        return {"count": self.count, "features": self.features}
+
+    def __call__(self, indices: Array) -> Array:
+        """Return the rows (…, features) of indices (…), and keep nothing."""
+        return self._call({"indices": indices}, self._static(indices))
+
+    def forward(self, indices: Array) -> tuple[Array, Cache]:
+        """Return ``(y, cache)``."""
+        return self._record({"indices": indices}, self._static(indices))
+
+    def backward(self, dy: Array, cache: Cache) -> tuple[EmbeddingInputs, dict[str, Array]]:
+        """Return None for the indices, and {weight}: for each row the sum of dy over where it was taken."""
+        _, grads = self._pull(dy, cache, ("indices",))
+        return EmbeddingInputs(None), grads
+
+    def _static(self, indices: Array) -> dict[str, Any]:
+        return {"count": self.count, "seen": checked_indices(indices, self.count)}

@@ -1,0 +1,83 @@
+"""The root-mean-square norm layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..backend import Array, Cache
+from ..errors import ShapeError
+from ..functional._norms import checked_eps
+from ..functional._operation import expect_rank
+from ..functional._rms_norm import _operation as rms_norm
+from ._initial import checked_sizes
+from ._layer import Layer
+
+__all__ = ["RMSNorm", "RMSNormInputs"]
+
+
+class RMSNormInputs(NamedTuple):
+    """The gradient of a :class:`RMSNorm`'s input."""
+
+    x: Array
+
+
+class RMSNorm(Layer):
+    """Division of the last axis by its root mean square, with gain: :func:`polyattn.functional.rms_norm`.
+
+    Parameters
+    ----------
+    features : int
+        Length of the last axis. ``weight`` (features,) starts at one.
+    eps : float
+        Added to the mean square, inside the root.
+    dtype : str
+    backend, device : str, optional
+        Where the parameters live and the layer computes.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError, UnknownBackendError, BackendUnavailableError
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> pa.RMSNorm(2, eps=0.0, dtype="float64")(np.array([[1.0, 7.0]]))
+    array([[0.2, 1.4]])
+    """
+
+    _operation = rms_norm
+    _slots = ("weight",)
+
+    def __init__(
+        self, features: int, *, eps: float = 1e-5, dtype: str = "float32", backend: str | None = None,
+        device: str | None = None,
+    ) -> None:  # fmt: skip
+        (self.features,) = checked_sizes(features=features)
+        self.eps = checked_eps(eps)
+        super().__init__({"weight": np.ones(self.features)}, dtype, backend, device)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make a layer of the same architecture."""
+        return {"features": self.features, "eps": self.eps}
+
+    def __call__(self, x: Array) -> Array:
+        """Return x (…, features) normalised, and keep nothing."""
+        return self._call(self._inputs(x), {"eps": self.eps})
+
+    def forward(self, x: Array) -> tuple[Array, Cache]:
+        """Return ``(y, cache)``."""
+        return self._record(self._inputs(x), {"eps": self.eps})
+
+    def backward(self, dy: Array, cache: Cache) -> tuple[RMSNormInputs, dict[str, Array]]:
+        """Return dx, and {weight} summed over every leading axis."""
+        inputs, grads = self._pull(dy, cache, ("x",))
+        return RMSNormInputs(*inputs), grads
+
+    def _inputs(self, x: Array) -> dict[str, Array | None]:
+        self._expect_dtype(x=x)
+        expect_rank("x", x, 1)
+        if x.shape[-1] != self.features:
+            raise ShapeError(f"x: expected (…, {self.features}), got {tuple(x.shape)}")
+        return {"x": x}
