@@ -24,6 +24,7 @@ TITLES = {
 }
 WHATS = {"forward": "forward", "both": "forward + backward", "step": "forward, backward and AdamW"}
 Report = dict[str, Any]
+DISTURBED = 0.05
 
 
 def table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
@@ -98,6 +99,11 @@ def memory(ours: Report | None, everyone: Report | None) -> Iterator[str]:
         yield ""
 
 
+def disturbance(reports: dict[str, Report]) -> float:
+    """Return the largest part of the cores that other processes used during a comparison."""
+    return max((r["machine"]["others"] or 0.0 for r in reports.values() if "machine" in r), default=0.0)
+
+
 def lines(reports: dict[str, Report]) -> Iterator[str]:
     """Yield everything between the marks."""
     timed = {name: report for name, report in reports.items() if "machine" in report}
@@ -108,8 +114,7 @@ def lines(reports: dict[str, Report]) -> Iterator[str]:
         f"Machine: {machine['processor']} ({machine['architecture']}), {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB, {machine['system']}."
     )
-    disturbed = max(report["machine"]["others"] or 0.0 for report in timed.values())
-    yield f"Other processes used at most {disturbed:.0%} of the cores during a part."
+    yield f"Other processes used at most {disturbance(reports):.0%} of the cores during a part."
     yield f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}."
     yield f"Threads: {'; '.join(f'{name} {how}' for name, how in threads.items())}."
     yield from ("", "### Where a peer is faster", "")
@@ -130,6 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not any(path.stem.startswith(tuple(TITLES)) for path in paths):
         parser.error(f"expected files that benchmarks/figures.py wrote, found none in {options.folder}")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    if (busy := disturbance(reports)) >= DISTURBED:
+        print(f"page.py: other processes used {busy:.0%} of the cores during a part; measure again", file=sys.stderr)
     text = options.page.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     figures = "\n".join(lines(reports)).rstrip("\n") + "\n"
