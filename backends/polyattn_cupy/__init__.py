@@ -102,9 +102,7 @@ class CupyBackend(Backend):
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself."""
         if getattr(start, "ndim", 0) == 1:
-            for entry, part, at in zip(x, value, start.tolist(), strict=True):  # type: ignore[union-attr]  # an array
-                self.update_slice(entry, part, at, axis % x.ndim - 1)
-            return x
+            return self.write_entries(x, value, start, axis)
         x[(*(slice(None),) * (axis % x.ndim), slice(start, start + value.shape[axis]))] = value
         return x
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import Array, Problem, unbroadcast
 
 from ._blocked import Buffers, NotFinite, cap, finite, threads_for, wide
 from ._layout import Call, Task, dense, folded
@@ -64,14 +64,11 @@ def backward(
     # A bias that several tasks read gets their gradients in one order.
     threads = 1 if inner.bias is not None and inner.bias.shape[:-1] != inner.sizes.scores[:-1] else call.threads
     run(lambda: Backward(call, Operands(*qkv, *rest), grads).task, tasks, threads)
-    dk, dv = (
-        _summed(dx.sum(axis=0) if pieces > 1 else dx[0], x.shape, (*problem.sizes.batch, *x.shape[-3:]))
-        for dx, x in ((grads.dk, k), (grads.dv, v))
-    )
+    dk, dv = (_summed(dx.sum(axis=0) if pieces > 1 else dx[0], x, problem) for dx, x in ((grads.dk, k), (grads.dv, v)))
     if grads.dbias is not None and not finite(grads.dbias):
         raise NotFinite
     dsinks = None if grads.dsinks is None else grads.dsinks.reshape(-1, inner.sizes.heads).sum(axis=0)
-    found = (_summed(dq, q.shape, dq.shape), dk, dv, grads.dbias, dsinks)
+    found = (unbroadcast(np, dq, q.shape), dk, dv, grads.dbias, dsinks)
     like = (q, k, v, problem.bias, problem.sinks)
     cast = (
         None if x is None or dx is None else dx.astype(x.dtype, copy=False) for dx, x in zip(found, like, strict=True)
@@ -219,9 +216,6 @@ def _span(task: Task, rows: tuple[int, int], groups: int) -> slice:
     return slice((rows[0] - task.start) * groups, (rows[1] - task.start) * groups)
 
 
-def _summed(dx: Array, shape: tuple[int, ...], whole: tuple[int, ...]) -> Array:
-    """Return a gradient in an operand's shape: unfolded, and summed over the batch axes that were broadcast."""
-    dx = dx.reshape(whole)
-    extra = len(whole) - len(shape)
-    axes = (*range(extra), *(i + extra for i, n in enumerate(shape) if n != whole[i + extra]))
-    return dx.sum(axis=axes).reshape(shape) if axes else dx
+def _summed(dx: Array, x: Array, problem: Problem) -> Array:
+    """Return the gradient of keys or values in their shape: unfolded, and summed over broadcast batch axes."""
+    return unbroadcast(np, dx.reshape(*problem.sizes.batch, *x.shape[-3:]), x.shape)

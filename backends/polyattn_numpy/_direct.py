@@ -11,14 +11,14 @@ import math
 
 import numpy as np
 
-from polyattn.backend import Array, Problem, TiledKernel, allowed_in
+from polyattn.backend import Array, Problem, TiledKernel, allowed_in, expand, unbroadcast
 
 from ._blocked import BlockedKernel, cap, wide
 from ._threads import blas_within_limit
 
 __all__ = ["DirectKernel"]
 
-TILED = TiledKernel()
+TILED, BLOCKED = TiledKernel(), BlockedKernel()
 SCORES = 2**16
 
 
@@ -33,7 +33,7 @@ class DirectKernel:
             return "dropout is left to the kernels that work in tiles"
         if problem.sizes.n_q > 1 and math.prod(problem.sizes.scores) > SCORES:
             return f"it is for one query, or for at most {SCORES} scores"
-        return BlockedKernel().supports(problem)
+        return BLOCKED.supports(problem)
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
         """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
@@ -60,9 +60,9 @@ class DirectKernel:
             if not np.isfinite(out.sum()):
                 return TILED.forward(q, k, v, problem)
             largest[empty] = -math.inf
-        out = _of_shape(out / total, (*sizes.scores[:-1], sizes.d_v))
+        out = expand(np, out / total, (*sizes.scores[:-1], sizes.d_v))
         lse = (np.log(total) + largest)[..., 0]
-        return out.astype(q.dtype, copy=False), _of_shape(lse, sizes.scores[:-1])
+        return out.astype(q.dtype, copy=False), expand(np, lse, sizes.scores[:-1])
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
@@ -81,17 +81,17 @@ class DirectKernel:
             if dlse is not None:
                 shift = shift + dlse
             dscores = weights * (dweights + shift[..., None])
-            dbias = None if problem.bias is None else _unbroadcast(dscores, problem.bias)
+            dbias = None if problem.bias is None else _like(dscores, problem.bias)
             dsinks = None
             if problem.sinks is not None:
                 sink_weights = np.exp(problem.sinks[:, None] - lse_[..., 0], dtype=dtype)
-                dsinks = _unbroadcast((sink_weights * shift).sum(axis=-1), problem.sinks)
+                dsinks = _like((sink_weights * shift).sum(axis=-1), problem.sinks)
             if problem.softcap is not None:  # c · tanh(score / c)
                 dscores = dscores * (1 - (capped / problem.softcap) ** 2)
             dscores = dscores * problem.scale  # not in place: dbias may be this array
             dq = _by_head(_by_kv_head(dscores, problem) @ k_, problem)  # (…, H, n_q, d_k)
             dk = _by_kv_head(dscores, problem).swapaxes(-1, -2) @ _by_kv_head(q_, problem)  # (…, H_kv, n_k, d_k)
-        grads = (_unbroadcast(dq, q), _unbroadcast(dk, k), _unbroadcast(dv, v), dbias, dsinks)
+        grads = (_like(dq, q), _like(dk, k), _like(dv, v), dbias, dsinks)
         if allowed is not None and not all(np.isfinite(dx.sum()) for dx in grads if dx is not None):
             return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
         return grads
@@ -128,12 +128,6 @@ def _by_head(x: Array, problem: Problem) -> Array:
     return x.reshape(*x.shape[:-3], sizes.heads, x.shape[-3] * x.shape[-2] // sizes.heads, x.shape[-1])
 
 
-def _of_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    return x if x.shape == shape else np.broadcast_to(x, shape).copy()
-
-
-def _unbroadcast(dx: Array, x: Array) -> Array:
+def _like(dx: Array, x: Array) -> Array:
     """Sum a gradient over the axes along which ``x`` was broadcast, and return it in the dtype of ``x``."""
-    extra = dx.ndim - x.ndim
-    axes = (*range(extra), *(i + extra for i, n in enumerate(x.shape) if n != dx.shape[i + extra]))
-    return (dx.sum(axis=axes).reshape(x.shape) if axes else dx).astype(x.dtype, copy=False)
+    return unbroadcast(np, dx, x.shape).astype(x.dtype, copy=False)

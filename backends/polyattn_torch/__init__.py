@@ -162,9 +162,7 @@ class TorchBackend(Backend):
         if torch.is_grad_enabled() and (x.requires_grad or value.requires_grad):
             return super().update_slice(x, value, start, axis)
         if getattr(start, "ndim", 0) == 1:
-            for entry, part, at in zip(x, value, start.tolist(), strict=True):  # type: ignore[union-attr]  # an array
-                self.update_slice(entry, part, at, axis % x.ndim - 1)
-            return x
+            return self.write_entries(x, value, start, axis)
         x.narrow(axis, start, value.shape[axis]).copy_(value)
         return x
 

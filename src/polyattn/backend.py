@@ -37,7 +37,7 @@ from .errors import (
     PolyattnError,
     ShapeError,
 )
-from .kernels import Array, Kernel, Problem, TiledKernel, allowed_in, dtype_name
+from .kernels import Array, Kernel, Problem, TiledKernel, allowed_in, dtype_name, expand, unbroadcast
 
 __all__ = [
     "API_VERSION",
@@ -58,6 +58,8 @@ __all__ = [
     "TiledKernel",
     "allowed_in",
     "dtype_name",
+    "expand",
+    "unbroadcast",
 ]
 
 API_VERSION = 1
@@ -243,6 +245,15 @@ class Backend:
         before = (slice(None),) * (axis % x.ndim)
         head, tail = x[(*before, slice(0, start), ...)], x[(*before, slice(stop, None), ...)]
         return xp.concat([head, value, tail], axis=axis)
+
+    def write_entries(self, x: Array, value: Array, starts: Any, axis: int) -> Array:
+        """Write each entry of the first axis from its own start on: ``update_slice`` of a library that writes in place.
+
+        ``starts`` is a one-dimensional array of NumPy's integers.
+        """
+        for entry, part, start in zip(x, value, starts.tolist(), strict=True):
+            self.update_slice(entry, part, start, axis % x.ndim - 1)
+        return x
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:
         """Return ``x`` with ``value[i]`` added to row ``index[i]``, repeated rows summed."""

@@ -15,10 +15,11 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from . import registry
+from .backend import Place
 from .conversion import checked_device
 from .errors import BackendUnavailableError, UnknownBackendError
 
-__all__ = ["Selection", "get_backend", "selected", "set_backend", "use_backend"]
+__all__ = ["Bound", "Selection", "bound", "get_backend", "selected", "set_backend", "use_backend"]
 
 BACKEND_VARIABLE = "POLYATTN_BACKEND"
 DEVICE_VARIABLE = "POLYATTN_DEVICE"
@@ -30,6 +31,13 @@ class Selection(NamedTuple):
     backend: str
     device: str | None
     source: str
+
+
+class Bound(NamedTuple):
+    """The place to which a layer or a cache is bound, and whether it takes arrays of other places."""
+
+    place: Place
+    moves_inputs: bool
 
 
 class _Default:
@@ -133,3 +141,10 @@ def _from_environment() -> Selection | None:
         raise type(error)(
             f"{BACKEND_VARIABLE}={name}{f' {DEVICE_VARIABLE}={device}' if device else ''}: {error}"
         ) from error
+
+
+def bound(backend: str | None, device: str | None) -> Bound:
+    """Return where a layer or a cache is made: by argument or selection, else on NumPy, where it takes only NumPy's."""
+    selection = selected(backend, device)
+    chosen = registry.ready("numpy" if selection is None else selection.backend)
+    return Bound(Place(chosen, (selection.device if selection else None) or chosen.devices()[0]), selection is not None)

@@ -17,7 +17,7 @@ from ..conversion import bring, destination, move, place_of
 from ..errors import BackendMismatchError, DTypeError, ShapeError
 from ..kernels import FLOAT_DTYPES
 from ..registry import looks_like_array
-from ..selection import selected
+from ..selection import Bound, selected
 
 Grads = TypeVar("Grads")
 
@@ -41,6 +41,18 @@ class Trip:
 def embark(arrays: Mapping[str, Array | None], backend: str | None = None) -> Trip:
     """Select where a call is computed, and move its arrays there."""
     home, place = route(arrays, backend)
+    return Trip(home, place, carried(arrays, home, place))
+
+
+def embark_for(bound: Bound, arrays: Mapping[str, Array | None], what: str, remedy: str) -> Trip:
+    """Move arrays to where a layer or a cache is bound, if it takes foreign ones; ``remedy`` has a place for theirs."""
+    place, home = bound.place, place_of(arrays)
+    foreign = home.backend is not place.backend or home.device not in (None, place.device)
+    if foreign and not bound.moves_inputs:
+        raise BackendMismatchError(
+            f"{next(iter(arrays))}: this {what} was made on {place} by default and got an array of {home}; "
+            + remedy.format(home.backend.name)
+        )
     return Trip(home, place, carried(arrays, home, place))
 
 
@@ -204,6 +216,22 @@ def expect_floating(**arrays: Array | None) -> None:
             raise DTypeError(
                 f"{name}: expected a floating dtype ({', '.join(FLOAT_DTYPES)}), got {dtype_name(x.dtype)}"
             )
+
+
+def expect_dtype(dtype: str, whose: str, **arrays: Array | None) -> None:
+    """Require floating arrays of one given dtype: ``whose`` it is, the message says."""
+    expect_floating(**arrays)
+    for name, x in arrays.items():
+        if x is not None and dtype_name(x.dtype) != dtype:
+            raise DTypeError(f"{name}: expected {dtype}, {whose} dtype, got {dtype_name(x.dtype)}")
+
+
+def checked_dtype(dtype: Any) -> str:
+    """Return the name of a dtype that parameters and the like may have."""
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    if name not in FLOAT_DTYPES:
+        raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {shown(dtype)}")
+    return name
 
 
 def expect_one_dtype(**arrays: Array | None) -> None:

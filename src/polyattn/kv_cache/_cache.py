@@ -9,13 +9,20 @@ import numpy as np
 
 from .. import registry
 from ..backend import Array, Place, dtype_name
-from ..conversion import place_of
-from ..errors import ArgumentError, BackendMismatchError, DTypeError, ShapeError
+from ..errors import ArgumentError, ShapeError
 from ..functional._arguments import checked_call, expect_keywords, static_integer
 from ..functional._attention import _operation as attention
-from ..functional._operation import Trip, carried, expect_arrays, expect_floating, expect_rank, expect_shape, shown
-from ..kernels import FLOAT_DTYPES
-from ..selection import selected
+from ..functional._operation import (
+    Trip,
+    checked_dtype,
+    embark_for,
+    expect_arrays,
+    expect_dtype,
+    expect_rank,
+    expect_shape,
+    shown,
+)
+from ..selection import Bound, bound
 from ._lengths import grown, known, native, rewound
 
 __all__ = ["KVCache"]
@@ -84,19 +91,16 @@ class KVCache:
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"batch": batch, "kv_heads": kv_heads, "capacity": capacity, "head_dim": head_dim}
         *lead, d_k, d_v = (_size(name, x) for name, x in {**sizes, "value_dim": value_dim}.items())
-        name = dtype if isinstance(dtype, str) else dtype_name(dtype)
-        if name not in FLOAT_DTYPES:
-            raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {shown(dtype)}")
-        selection = selected(backend, device)
-        chosen = registry.ready("numpy" if selection is None else selection.backend)
-        place = Place(chosen, (selection.device if selection else None) or chosen.devices()[0])
+        name = checked_dtype(dtype)
+        place, moves_inputs = bound(backend, device)
+        chosen = place.backend
         xp, native = chosen.namespace(), chosen.native_device(place.device)
         keys, values = (xp.zeros((*lead, d), dtype=chosen.dtype(name), device=native) for d in (d_k, d_v))
         chosen.register(cls)
         # Whether the library writes into an array that it is given, one learns by asking it to.
         probe = xp.zeros((1,), dtype=keys.dtype, device=native)
         in_place = chosen.update_slice(probe, xp.ones_like(probe), 0, 0) is probe
-        return cls(keys, values, np.zeros(lead[0], np.int32), place, selection is not None, in_place)
+        return cls(keys, values, np.zeros(lead[0], np.int32), place, moves_inputs, in_place)
 
     # ---- what it holds ----------------------------------------------------------------------------------------
 
@@ -259,12 +263,7 @@ class KVCache:
 
     def _expect_dtype(self, **arrays: Array) -> None:
         expect_arrays(**arrays)
-        expect_floating(**arrays)
-        for name, x in arrays.items():
-            if dtype_name(x.dtype) != dtype_name(self.keys.dtype):
-                raise DTypeError(
-                    f"{name}: expected {dtype_name(self.keys.dtype)}, the cache's dtype, got {dtype_name(x.dtype)}"
-                )
+        expect_dtype(dtype_name(self.keys.dtype), "the cache's", **arrays)
 
     def _cut(self, arguments: dict[str, Any], end: int) -> dict[str, Any]:
         """Return arguments that are as wide as the capacity, as wide as what is read."""
@@ -283,14 +282,8 @@ class KVCache:
         return result
 
     def _embarked(self, arrays: dict[str, Array | None]) -> Trip:
-        home = place_of(arrays)
-        foreign = home.backend is not self.place.backend or home.device not in (None, self.place.device)
-        if foreign and not self.moves_inputs:
-            raise BackendMismatchError(
-                f"{next(iter(arrays))}: this cache was made on {self.place} by default and got an array of {home}; "
-                f"make it with KVCache.create(…, backend={home.backend.name!r})"
-            )
-        return Trip(home, self.place, carried(arrays, home, self.place))
+        remedy = "make it with KVCache.create(…, backend={!r})"
+        return embark_for(Bound(self.place, self.moves_inputs), arrays, "cache", remedy)
 
 
 def _size(name: str, x: Any) -> int:

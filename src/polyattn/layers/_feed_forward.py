@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import Array, Backend, Cache
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError
 from ..functional import _geglu, _gelu, _linear, _relu, _silu, _swiglu
-from ..functional._operation import Operation, expect_rank
+from ..functional._operation import Operation
 from ._initial import checked_sizes, generator, initial_weight
 from ._layer import Layer
 
@@ -115,11 +115,11 @@ class FeedForward(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return the layer's result for x (…, d_model), and keep nothing."""
-        return self._call(self._inputs(x), {"activation": self.activation})
+        return self._call(self._of_width(x, self.d_model), {"activation": self.activation})
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._record(self._inputs(x), {"activation": self.activation})
+        return self._record(self._of_width(x, self.d_model), {"activation": self.activation})
 
     def backward(self, dy: Array, cache: Cache) -> tuple[FeedForwardInputs, dict[str, Array]]:
         """Return dx, and the gradients of the parameters by name, summed over every leading axis."""
@@ -134,10 +134,3 @@ class FeedForward(Layer):
             if self.bias:
                 parameters[f"{name}.bias"] = np.zeros(sizes[1])
         return parameters
-
-    def _inputs(self, x: Array) -> dict[str, Array | None]:
-        self._expect_dtype(x=x)
-        expect_rank("x", x, 1)
-        if x.shape[-1] != self.d_model:
-            raise ShapeError(f"x: expected (…, {self.d_model}), got {tuple(x.shape)}")
-        return {"x": x}

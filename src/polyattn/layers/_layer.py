@@ -13,15 +13,9 @@ from .. import registry
 from ..backend import Array, Cache, Place, dtype_name
 from ..checkpoint import read_tensors, write_tensors
 from ..conversion import checked_device, move, place_of
-from ..errors import BackendMismatchError, CheckpointError, DTypeError
-from ..functional._operation import (
-    Operation,
-    Trip,
-    carried,
-    expect_floating,
-)  # fmt: skip
-from ..kernels import FLOAT_DTYPES
-from ..selection import selected
+from ..errors import BackendMismatchError, CheckpointError, ShapeError
+from ..functional._operation import Operation, Trip, checked_dtype, embark_for, expect_dtype, expect_rank
+from ..selection import Bound, bound
 
 __all__ = ["Layer"]
 
@@ -41,11 +35,8 @@ class Layer:
     def __init__(
         self, parameters: Mapping[str, np.ndarray[Any, Any]], dtype: str, backend: str | None, device: str | None
     ) -> None:
-        selection = selected(backend, device)
-        self._moves_inputs = selection is not None
-        chosen = registry.ready("numpy" if selection is None else selection.backend)
-        self._place = Place(chosen, (selection.device if selection else None) or chosen.devices()[0])
-        self._dtype = _checked_dtype(dtype)
+        self._place, self._moves_inputs = bound(backend, device)
+        self._dtype = checked_dtype(dtype)
         self._parameters = {name: _created(x, self._dtype, self._place) for name, x in parameters.items()}
 
     # ---- what it is -------------------------------------------------------------------------------------------
@@ -186,27 +177,19 @@ class Layer:
         return tuple(self._parameters.get(name) for name in self._slots)
 
     def _embark(self, inputs: Mapping[str, Array | None]) -> Trip:
-        home = place_of(inputs)
-        foreign = home.backend is not self._place.backend or home.device not in (None, self._place.device)
-        if foreign and not self._moves_inputs:
-            raise BackendMismatchError(
-                f"{next(iter(inputs))}: this layer was made on {self._place} by default and got an array of {home}; "
-                f"bind it to a backend with layer.to({home.backend.name!r}, device=None)"
-            )
-        return Trip(home, self._place, carried(inputs, home, self._place))
+        remedy = "bind it to a backend with layer.to({!r}, device=None)"
+        return embark_for(Bound(self._place, self._moves_inputs), inputs, "layer", remedy)
 
     def _expect_dtype(self, **inputs: Array | None) -> None:
-        expect_floating(**inputs)
-        for name, x in inputs.items():
-            if x is not None and dtype_name(x.dtype) != self.dtype:
-                raise DTypeError(f"{name}: expected {self.dtype}, the layer's dtype, got {dtype_name(x.dtype)}")
+        expect_dtype(self.dtype, "the layer's", **inputs)
 
-
-def _checked_dtype(dtype: Any) -> str:
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
-    if name not in FLOAT_DTYPES:
-        raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {dtype!r}")
-    return name
+    def _of_width(self, x: Array, features: int) -> dict[str, Array | None]:
+        """Return x (…, features) as a layer's one input, or raise what is wrong with it."""
+        self._expect_dtype(x=x)
+        expect_rank("x", x, 1)
+        if x.shape[-1] != features:
+            raise ShapeError(f"x: expected (…, {features}), got {tuple(x.shape)}")
+        return {"x": x}
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import Array, Cache
-from ..errors import ArgumentError, ShapeError
 from ..functional._layer_norm import _operation as layer_norm
-from ..functional._operation import expect_rank, is_number
+from ..functional._norms import checked_eps
 from ._initial import checked_sizes
 from ._layer import Layer
 
@@ -56,9 +55,7 @@ class LayerNorm(Layer):
         backend: str | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
         (self.features,) = checked_sizes(features=features)
-        if not is_number(eps) or not eps >= 0:
-            raise ArgumentError(f"eps: expected a number that is not negative, got {eps!r}")
-        self.eps, self.bias = float(eps), bool(bias)
+        self.eps, self.bias = checked_eps(eps), bool(bias)
         parameters = {"weight": np.ones(self.features)}
         if bias:
             parameters["bias"] = np.zeros(self.features)
@@ -70,20 +67,13 @@ class LayerNorm(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x (…, features) normalised, and keep nothing."""
-        return self._call(self._inputs(x), {"eps": self.eps})
+        return self._call(self._of_width(x, self.features), {"eps": self.eps})
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._record(self._inputs(x), {"eps": self.eps})
+        return self._record(self._of_width(x, self.features), {"eps": self.eps})
 
     def backward(self, dy: Array, cache: Cache) -> tuple[LayerNormInputs, dict[str, Array]]:
         """Return dx, and {weight, bias} summed over every leading axis."""
         inputs, grads = self._pull(dy, cache, ("x",))
         return LayerNormInputs(*inputs), grads
-
-    def _inputs(self, x: Array) -> dict[str, Array | None]:
-        self._expect_dtype(x=x)
-        expect_rank("x", x, 1)
-        if x.shape[-1] != self.features:
-            raise ShapeError(f"x: expected (…, {self.features}), got {tuple(x.shape)}")
-        return {"x": x}

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import Array, Cache
-from ..errors import ShapeError
 from ..functional._linear import _operation as linear
-from ..functional._operation import expect_rank
 from ._initial import checked_sizes, generator, initial_weight
 from ._layer import Layer
 
@@ -73,20 +71,13 @@ class Projection(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x W + b for x (…, in_features), and keep nothing."""
-        return self._call(self._inputs(x), {})
+        return self._call(self._of_width(x, self.in_features), {})
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(x W + b, cache)``."""
-        return self._record(self._inputs(x), {})
+        return self._record(self._of_width(x, self.in_features), {})
 
     def backward(self, dy: Array, cache: Cache) -> tuple[ProjectionInputs, dict[str, Array]]:
         """Return dx = dy Wᵀ, and {weight: xᵀ dy, bias: Σ dy} summed over every leading axis."""
         inputs, grads = self._pull(dy, cache, ("x",))
         return ProjectionInputs(*inputs), grads
-
-    def _inputs(self, x: Array) -> dict[str, Array | None]:
-        self._expect_dtype(x=x)
-        expect_rank("x", x, 1)
-        if x.shape[-1] != self.in_features:
-            raise ShapeError(f"x: expected (…, {self.in_features}), got {tuple(x.shape)}")
-        return {"x": x}

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import Array, Cache
-from ..errors import ShapeError
 from ..functional._norms import checked_eps
-from ..functional._operation import expect_rank
 from ..functional._rms_norm import _operation as rms_norm
 from ._initial import checked_sizes
 from ._layer import Layer
@@ -64,20 +62,13 @@ class RMSNorm(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x (…, features) normalised, and keep nothing."""
-        return self._call(self._inputs(x), {"eps": self.eps})
+        return self._call(self._of_width(x, self.features), {"eps": self.eps})
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._record(self._inputs(x), {"eps": self.eps})
+        return self._record(self._of_width(x, self.features), {"eps": self.eps})
 
     def backward(self, dy: Array, cache: Cache) -> tuple[RMSNormInputs, dict[str, Array]]:
         """Return dx, and {weight} summed over every leading axis."""
         inputs, grads = self._pull(dy, cache, ("x",))
         return RMSNormInputs(*inputs), grads
-
-    def _inputs(self, x: Array) -> dict[str, Array | None]:
-        self._expect_dtype(x=x)
-        expect_rank("x", x, 1)
-        if x.shape[-1] != self.features:
-            raise ShapeError(f"x: expected (…, {self.features}), got {tuple(x.shape)}")
-        return {"x": x}
