@@ -13,8 +13,6 @@ from polyattn.backend import Array, Problem, TiledKernel
 __all__ = ["JitKernel", "ScanKernel"]
 
 TILED = TiledKernel()
-FEW = 16
-"""Below it XLA compiles small products in a way of its own, which may end the process (jaxlib 0.10, CPU)."""
 LIMIT = 2**29
 """Positions are int32; sums of three of these still fit."""
 
@@ -57,8 +55,6 @@ class ScanKernel(JitKernel):
             return "it has a bias, whose gradient the scan does not compute"
         if problem.dropout:
             return "it has dropout, whose bits the scan does not draw"
-        if min(problem.sizes.n_q, problem.sizes.n_k) <= FEW:
-            return f"at most {FEW} queries or keys are one tile, and no loop"
         return None
 
 

@@ -113,24 +113,28 @@ def _backward(x: Operands, dout: Array, lse: Array, shift: Array) -> tuple[Array
             return _backward_tile(QueryTile(x, tiles, head, number, once=True), (dout, lse, shift), finite, carry)
 
         dq, dk, dv = results
-        zeros = (jnp.zeros((tiles.heads, y.shape[2], y.shape[1]), wide(y).dtype) for y in (x.k, x.v))
-        dq, *sums = loop(tiles.queries.tiles, queries, (dq, *zeros))
-        dk_t, dv_t = lax.optimization_barrier(sums)  # or XLA makes these products transposed, at half the rate
-        return dq, put(dk, dk_t.swapaxes(1, 2), (head,)), put(dv, dv_t.swapaxes(1, 2), (head,))
+        (_, n_k, d_k), d_v = x.k.shape, x.v.shape[2]
+        dq, dkv_t = loop(tiles.queries.tiles, queries, (dq, jnp.zeros((tiles.heads, d_k + d_v, n_k), wide(x.k).dtype)))
+        dkv = dkv_t.swapaxes(1, 2)  # (heads, n_k, d_k + d_v)
+        return dq, put(dk, dkv[..., :d_k], (head,)), put(dv, dkv[..., d_k:], (head,))
 
     dq, dk, dv = loop(len(x.k) // tiles.heads, one, tuple(jnp.zeros_like(y) for y in (x.q, x.k, x.v)))
     return dq, dk, dv
 
 
-def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, carry: Any) -> tuple[Any, ...]:
-    """Add a query tile to dq ``(h, n_q, d_k)``, and to the sums for dk and dv, which are ``(heads, d, n_k)``."""
+def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, carry: Any) -> tuple[Array, Array]:
+    """Add a query tile to dq ``(h, n_q, d_k)``, and to dk and dv, one above the other: ``(heads, d_k + d_v, n_k)``.
+
+    Apart, XLA would exchange a product's operands for the transpose that follows. That halves its rate,
+    and where an axis is two or three long ends the process (jaxlib 0.10, CPU).
+    """
     x, (q, dout, lse, shift) = tile.x, (tile.rows(y) for y in (tile.x.q, *upstream))
     q = q * x.scale
     # Each of the products below runs over rows or keys that lie side by side: none has to be transposed.
     q_t, dout_t = q.swapaxes(1, 2), dout.swapaxes(1, 2)
 
     def body(j: Any, carry: Any, allowed: Allowed) -> Any:
-        dq, dk_t, dv_t = carry
+        dq, dkv_t = carry
         k, v = tile.keys(j)
         scores = _softcapped(_dot(q, k, (2, 2)), x)  # (heads, rows, n_k)
         weights = jnp.exp(scores - lse[..., None])
@@ -139,17 +143,16 @@ def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, 
             dscores = dscores * (1 - (scores / x.softcap) ** 2)
         if allowed is not None:
             weights, dscores = (jnp.where(allowed(), y, 0) for y in (weights, dscores))
-        dq = dq + _over_keys(dscores, k, allowed, finite)
-        dk_t = _add(dk_t, _over_rows(q_t, dscores, allowed, finite), tile.tiles.keys.start(j))
-        dv_t = _add(dv_t, _over_rows(dout_t, weights, allowed, finite), tile.tiles.keys.start(j))
-        return dq, dk_t, dv_t
+        parts = (_over_rows(q_t, dscores, allowed, finite), _over_rows(dout_t, weights, allowed, finite))
+        dkv_t = _add(dkv_t, jnp.concatenate(parts, axis=1), tile.tiles.keys.start(j))
+        return dq + _over_keys(dscores, k, allowed, finite), dkv_t
 
-    dq, *sums = carry
-    part, *sums = tile.over_keys(body, (jnp.zeros_like(q), *sums))
+    dq, dkv_t = carry
+    part, dkv_t = tile.over_keys(body, (jnp.zeros_like(q), dkv_t))
     part = tile.by_query_head(part * x.scale)
     if tile.tiles.queries.overlaps:
         part = part + take(dq, tile.at, part.shape[:2])
-    return put(dq, part, tile.at), *sums
+    return put(dq, part, tile.at), dkv_t
 
 
 def _over_keys(scores: Array, x: Array, allowed: Allowed, finite: Array) -> Array:
