@@ -116,7 +116,7 @@ def _training(layer: MultiHeadAttention, native: Backend, case: Case) -> Callabl
         y, cache = model.forward(x, causal=case.causal)
         loss, loss_cache = functional.mse_loss_forward(y, target)
         dy = functional.mse_loss_backward(native.namespace().ones_like(loss), loss_cache).prediction
-        _, grads = model.backward(dy, cache)
+        _, grads = model.backward(dy, cache, inputs=False)
         return optimiser.update(grads, state, params)
 
     compiled = native.jit(step)

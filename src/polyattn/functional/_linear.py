@@ -33,16 +33,18 @@ def forward(
 
 
 def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None]
-) -> tuple[Array, Array, Array | None]:
-    """Return dy Wᵀ, xᵀ dy and Σ dy, the sums over every leading axis and in float32 at least."""
+    backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None], *, inputs: bool = True
+) -> tuple[Any, Array, Array | None]:
+    """Return dy Wᵀ (None unless ``inputs``), xᵀ dy and Σ dy, summed over every leading axis, in float32 at least."""
     xp, (x, weight, bias) = backend.namespace(), saved
     x_rows, dy_rows = _rows(xp, x), _rows(xp, dy)
     # y = x W + b
     dbias = None if bias is None else cast(xp, xp.sum(dy_rows, axis=0), bias.dtype)  # (out,)
+    dweight = cast(xp, xp.matmul(xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
+    if not inputs:
+        return None, dweight, dbias
     dx = xp.matmul(dy_rows, xp.matrix_transpose(widen(xp, weight)))  # (rows, in)
-    dweight = xp.matmul(xp.matrix_transpose(x_rows), dy_rows)  # (in, out)
-    return cast(xp, xp.reshape(dx, x.shape), x.dtype), cast(xp, dweight, weight.dtype), dbias
+    return cast(xp, xp.reshape(dx, x.shape), x.dtype), dweight, dbias
 
 
 def _rows(xp: Any, x: Array) -> Array:

@@ -39,7 +39,9 @@ def forward(backend: Backend, x: Array, *parameters: Array | None, activation: s
     return y, (x, inner, *parameters, *inner_saved)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Any, ...], *, activation: str) -> tuple[Any, ...]:
+def backward(
+    backend: Backend, dy: Array, saved: tuple[Any, ...], *, activation: str, inputs: bool = True
+) -> tuple[Any, ...]:
     """Reverse each line; the gradient of x, then the parameters'."""
     x, inner, gate_w, up_w, down_w, gate_b, up_b, down_b, *inner_saved = saved
     operation, options = ACTIVATIONS[activation]
@@ -48,11 +50,11 @@ def backward(backend: Backend, dy: Array, saved: tuple[Any, ...], *, activation:
     # inner = φ(gate, up)
     *dgates, dup = operation.backward(backend, dinner, tuple(inner_saved), **options)
     # up = x W_up + b_up, gate = x W_gate + b_gate
-    dx, dup_w, dup_b = _linear.backward(backend, dup, (x, up_w, up_b))
+    dx, dup_w, dup_b = _linear.backward(backend, dup, (x, up_w, up_b), inputs=inputs)
     dgate_w = dgate_b = None
     for dgate in dgates:
-        dx_of_gate, dgate_w, dgate_b = _linear.backward(backend, dgate, (x, gate_w, gate_b))
-        dx = dx + dx_of_gate
+        dx_of_gate, dgate_w, dgate_b = _linear.backward(backend, dgate, (x, gate_w, gate_b), inputs=inputs)
+        dx = dx + dx_of_gate if inputs else None
     return dx, dgate_w, dup_w, ddown_w, dgate_b, dup_b, ddown_b
 
 
@@ -121,10 +123,13 @@ class FeedForward(Layer):
         """Return ``(y, cache)``."""
         return self._record(self._of_width(x, self.d_model), {"activation": self.activation})
 
-    def backward(self, dy: Array, cache: Cache) -> tuple[FeedForwardInputs, dict[str, Array]]:
-        """Return dx, and the gradients of the parameters by name, summed over every leading axis."""
-        inputs, grads = self._pull(dy, cache, ("x",))
-        return FeedForwardInputs(*inputs), {name: grads[name] for name in self._parameters}
+    def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[FeedForwardInputs, dict[str, Array]]:
+        """Return dx, and the gradients of the parameters by name, summed over every leading axis.
+
+        ``inputs=False``, for the first layer of a model, leaves out dx: it is None.
+        """
+        dinputs, grads = self._pull(dy, cache, ("x",), inputs=inputs)
+        return FeedForwardInputs(*dinputs), {name: grads[name] for name in self._parameters}
 
     def _initial(self, init: str, seed: int) -> dict[str, np.ndarray[Any, Any]]:
         rng, parameters = generator(seed), {}

@@ -162,9 +162,11 @@ class Layer:
     def _record(self, inputs: Mapping[str, Array | None], static: dict[str, Any]) -> tuple[Array, Cache]:
         return self._operation.remember(self._embark(inputs), static, self._arguments())
 
-    def _pull(self, dy: Array, cache: Cache, names: Sequence[str]) -> tuple[list[Array | None], dict[str, Array]]:
+    def _pull(
+        self, dy: Array, cache: Cache, names: Sequence[str], *, inputs: bool = True
+    ) -> tuple[list[Array | None], dict[str, Array]]:
         """Return the gradients of the inputs called ``names``, at home, and of the parameters, where those are."""
-        grads = self._operation.reverse(dy, cache)
+        grads = self._operation.reverse(dy, cache, **({} if inputs else {"inputs": False}))  # type: ignore[arg-type]
         dinputs, dparameters = grads[: len(names)], grads[len(grads) - len(self._slots) :]
         home = [
             None if dx is None else move(dx, cache.home, name=f"d{name}")

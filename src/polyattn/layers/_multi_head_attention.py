@@ -54,7 +54,7 @@ def forward(
 
 def backward(
     backend: Backend, dy: Array, saved: tuple[Any, ...], *, settings: Settings, heads: int, kv_heads: int,
-    value_is_query: bool,
+    value_is_query: bool, inputs: bool = True,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Reverse each line; the gradients of query, key and value, then attention's, then the parameters'."""
     xp, (query, key, value), parameters, attention_saved = backend.namespace(), saved[:3], saved[3:11], saved[11:]
@@ -67,16 +67,16 @@ def backward(
     # q, k, v = query W + b, key W + b, value W + b
     dq, dk, dv = join_heads(xp, dq), join_heads(xp, dk), join_heads(xp, dv)
     of_key, of_value = sources(query, key, value, value_is_query)
-    dquery, dq_w, dq_b = _linear.backward(backend, dq, (query, q_w, q_b))
-    dkey, dk_w, dk_b = _linear.backward(backend, dk, (of_key, k_w, k_b))
-    dvalue, dv_w, dv_b = _linear.backward(backend, dv, (of_value, v_w, v_b))
-    # An input has the sum over the paths that used it.
-    if value is None and value_is_query:
-        dquery, dvalue = dquery + dvalue, None
-    elif value is None:
-        dkey, dvalue = dkey + dvalue, None
-    if key is None:
-        dquery, dkey = dquery + dkey, None
+    dquery, dq_w, dq_b = _linear.backward(backend, dq, (query, q_w, q_b), inputs=inputs)
+    dkey, dk_w, dk_b = _linear.backward(backend, dk, (of_key, k_w, k_b), inputs=inputs)
+    dvalue, dv_w, dv_b = _linear.backward(backend, dv, (of_value, v_w, v_b), inputs=inputs)
+    if inputs:  # each has the sum over the paths that used it
+        if value is None and value_is_query:
+            dquery, dvalue = dquery + dvalue, None
+        elif value is None:
+            dkey, dvalue = dkey + dvalue, None
+        if key is None:
+            dquery, dkey = dquery + dkey, None
     return (dquery, dkey, dvalue, *dextras, dq_w, dk_w, dv_w, dout_w, dq_b, dk_b, dv_b, dout_b)
 
 
@@ -222,14 +222,15 @@ class MultiHeadAttention(Layer):
         """Return ``(y, cache)``; arguments as when the layer is called."""
         return self._record(*self._sorted(query, key, value, arguments))
 
-    def backward(self, dy: Array, cache: Cache) -> tuple[AttentionInputs, dict[str, Array]]:
+    def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[AttentionInputs, dict[str, Array]]:
         """Return the gradients of the inputs and, by name, of the parameters.
 
         An input that served for two or three of query, key and value has the sum over its paths, under the
         first name; the other names are None. Parameter gradients are summed over batch and sequence.
+        ``inputs=False``, for the first layer of a model, leaves out those of query, key and value: they are None.
         """
-        inputs, grads = self._pull(dy, cache, AttentionInputs._fields)
-        return AttentionInputs(*inputs), {name: grads[name] for name in self._parameters}
+        dinputs, grads = self._pull(dy, cache, AttentionInputs._fields, inputs=inputs)
+        return AttentionInputs(*dinputs), {name: grads[name] for name in self._parameters}
 
     def attention_weights(self, query: Array, key: Array | None = None, **arguments: Any) -> Array:
         """Return the weights (…, H, n_q, n_k) that each head gives, before dropout; for looking at."""

@@ -77,7 +77,10 @@ class Projection(Layer):
         """Return ``(x W + b, cache)``."""
         return self._record(self._of_width(x, self.in_features), {})
 
-    def backward(self, dy: Array, cache: Cache) -> tuple[ProjectionInputs, dict[str, Array]]:
-        """Return dx = dy Wᵀ, and {weight: xᵀ dy, bias: Σ dy} summed over every leading axis."""
-        inputs, grads = self._pull(dy, cache, ("x",))
-        return ProjectionInputs(*inputs), grads
+    def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[ProjectionInputs, dict[str, Array]]:
+        """Return dx = dy Wᵀ, and {weight: xᵀ dy, bias: Σ dy} summed over every leading axis.
+
+        ``inputs=False``, for the first layer of a model, leaves out dx: it is None.
+        """
+        dinputs, grads = self._pull(dy, cache, ("x",), inputs=inputs)
+        return ProjectionInputs(*dinputs), grads

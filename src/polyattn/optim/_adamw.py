@@ -85,23 +85,26 @@ class AdamW(Optimizer):
     def _slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 
-    def _corrections(self, t: Array, xp: Any) -> tuple[Array, ...]:
-        """Return ``1 - βᵗ`` of both betas without the cancellation: in float32, 1 - 0.999 has four digits."""
-        return tuple(-xp.expm1(t * (math.log(beta) if beta else -math.inf)) for beta in self.betas)
+    def _scalars(self, rate: Array, t: Array, xp: Any) -> tuple[Array, ...]:
+        """Return what the rate, the corrections and the two epsilons are to each element, taken together.
+
+        lr · m̂ / (√(v̂ + eps_root) + eps) is factor · m / (√(v + inside) + outside).
+        """
+        # 1 - βᵗ without the cancellation: in float32, 1 - 0.999 has four digits
+        of_mean, of_square = (-xp.expm1(t * (math.log(beta) if beta else -math.inf)) for beta in self.betas)
+        root = xp.sqrt(of_square)
+        return rate * root / of_mean, of_square * self.eps_root, root * self.eps, rate * self.weight_decay
 
     def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
-        mean, square, rate, mean_correction, square_correction = rest
+        mean, square, factor, inside, outside, decay = rest
         mean = mean * self.betas[0] + grad * (1.0 - self.betas[0])
         square = square * self.betas[1] + grad * grad * (1.0 - self.betas[1])
-        # m̂ / (√(v̂ + eps_root) + eps), the corrections and the rate taken together: fewer passes over the arrays
-        root = xp.sqrt(square_correction)
-        inner = square + square_correction * self.eps_root if self.eps_root else square
-        numerator, denominator = mean, xp.sqrt(inner) + root * self.eps
+        numerator, denominator = mean, xp.sqrt(square + inside if self.eps_root else square) + outside
         if self.eps < LEAST:
             vanished = xp.equal(denominator, xp.zeros_like(denominator))
             numerator = xp.where(vanished, xp.zeros_like(numerator), numerator)
             denominator = xp.where(vanished, xp.ones_like(denominator), denominator)
-        step = numerator / denominator * (rate * root / mean_correction)
+        step = numerator / denominator * factor
         if self.weight_decay:
-            step = step + theta * (rate * self.weight_decay)
+            step = step + theta * decay
         return theta - step, mean, square

@@ -75,13 +75,13 @@ class Optimizer:
         with np.errstate(all="ignore"):  # as in the operations: what is not finite stays so, without a warning
             done = as_array(xp.astype(state["step"], widest), xp)
             rate = rate_array(self.lr(done) if callable(self.lr) else self.lr, xp, widest, home)
-            scalars = (rate, *self._corrections(done + 1.0, xp))
+            scalars = self._scalars(rate, done + 1.0, xp)
             for name, param in params.items():
                 dtype = wide(xp, param.dtype)
                 slots = [state[f"{slot}.{name}"] for slot in self._slots()]
-                arrays = [xp.astype(x, dtype, copy=False) for x in (param, grads[name], *slots, *scalars)]
+                arrays = [_in(dtype, x, xp) for x in (param, grads[name], *slots, *scalars)]
                 theta, *slots = self._rule(*arrays, xp=xp)
-                new_params[name] = as_array(xp.astype(theta, param.dtype, copy=False), xp)
+                new_params[name] = as_array(_in(param.dtype, theta, xp), xp)
                 for slot, value in zip(self._slots(), slots, strict=True):
                     new_state[f"{slot}.{name}"] = as_array(value, xp)
         return new_params, new_state
@@ -90,12 +90,12 @@ class Optimizer:
         """Return the names of the arrays that are kept for each parameter."""
         raise NotImplementedError
 
-    def _corrections(self, t: Array, xp: Any) -> tuple[Array, ...]:
-        """Return the 0-d arrays besides the rate that the rule takes at the update number ``t``."""
-        return ()
+    def _scalars(self, rate: Array, t: Array, xp: Any) -> tuple[Array, ...]:
+        """Return the 0-d arrays that the rule takes at the update number ``t``, the same for every parameter."""
+        return (rate,)
 
     def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
-        """Return new arrays ``(theta, *slots)`` from ``theta, grad, *slots, rate, *corrections``, all of one dtype."""
+        """Return new arrays ``(theta, *slots)`` from ``theta, grad, *slots, *scalars``, all of one dtype."""
         raise NotImplementedError
 
     def _check(self, grads: Arrays, state: Arrays, params: Arrays) -> tuple[Any, Any]:
@@ -139,6 +139,11 @@ def check_number(argument: str, value: object, below: float = math.inf) -> float
 def widest_dtype(xp: Any, arrays: Arrays) -> Any:
     """Return the dtype of arithmetic over all arrays: float64 where one of them is, else float32."""
     return xp.float64 if any(dtype_name(x.dtype) == "float64" for x in arrays.values()) else xp.float32
+
+
+def _in(dtype: Any, x: Array, xp: Any) -> Array:
+    """Return ``x`` in a dtype; most have it, and asking is quicker than a cast that does nothing."""
+    return x if x.dtype == dtype else xp.astype(x, dtype)
 
 
 def as_array(x: Any, xp: Any) -> Array:

@@ -54,7 +54,7 @@ def make_step(layer: Any, optimiser: optim.AdamW) -> Step:
         loss, loss_cache = functional.mse_loss_forward(prediction, y)
         dloss = array_namespace(loss).ones_like(loss)
         dprediction = functional.mse_loss_backward(dloss, loss_cache).prediction
-        _, grads = model.backward(dprediction, cache)
+        _, grads = model.backward(dprediction, cache, inputs=False)
         grads, _ = optim.clip_by_global_norm(grads, CLIP)
         params, state = optimiser.update(grads, state, params)
         return params, state, loss

@@ -97,9 +97,12 @@ def test_feed_forward(build: Any, make: Any, to_np: Any, activation: Any, bias: 
     assert_close(to_np(y), want_y)
     assert_close(to_np(layer(make(X))), want_y)
     assert_close(to_np(inputs.x), want_dx)
-    assert list(grads) == list(want)
-    for name, gradient in grads.items():
-        assert_close(to_np(gradient), want[name], what=name)
+    none, same = layer.backward(make(DY), cache, inputs=False)
+    assert none == (None,)
+    for got in (grads, same):
+        assert list(got) == list(want)
+        for name, gradient in got.items():
+            assert_close(to_np(gradient), want[name], what=name)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

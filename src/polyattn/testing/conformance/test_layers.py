@@ -79,6 +79,19 @@ def test_multi_head_attention(build: Any, make: Any, to_np: Any, variant: Any, i
     compare(to_np, back, grads, by_input(inputs, dq, dk, dv), want)
 
 
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_a_first_layer_needs_no_gradients_of_its_inputs(build: Any, make: Any, to_np: Any, inputs: Any) -> None:
+    layer, _ = build()
+    _, cache = layer.forward(*(make(x) for x in (X, CONTEXT, VALUES)[:inputs]), bias=make(np.zeros((4, 5, 1))))
+    back, want = layer.backward(make(DY), cache)
+    none, grads = layer.backward(make(DY), cache, inputs=False)
+    assert none[:3] == (None, None, None)
+    assert_close(to_np(none.bias), to_np(back.bias))
+    assert list(grads) == list(want)
+    for name, gradient in grads.items():
+        assert_close(to_np(gradient), to_np(want[name]), what=name)
+
+
 def test_values_of_the_query(build: Any, make: Any, to_np: Any) -> None:
     """``mha(x, c, x)``: the query's path and the values' are one input's."""
     layer, parameters = build()
@@ -180,6 +193,9 @@ def test_projection(contract: Any, backend: Any, make: Any, to_np: Any) -> None:
     want = ref.linear_gradients(DY[..., :3], X, parameters["weight"])
     for got, expected in zip((dx[0], grads["weight"], grads["bias"]), want, strict=True):
         assert_close(to_np(got), expected)
+    none, grads = layer.backward(make(DY[..., :3]), cache, inputs=False)
+    assert none == (None,)
+    assert_close(to_np(grads["weight"]), want[1])
     assert set(pa.Projection(8, 3, bias=False, backend=backend).parameters()) == {"weight"}
 
 
