@@ -18,6 +18,7 @@ ONCE = {
     "test_gpu_benchmark.py",
     "test_numpy_kernels.py",
     "test_numpy_threads.py",
+    "test_plot.py",
 }
 
 

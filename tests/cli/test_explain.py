@@ -94,3 +94,13 @@ def test_a_dtype_that_the_backend_lacks_is_told(command: Any) -> None:
     pytest.importorskip("array_api_strict", reason='pip install "polyattn[strict]"')
     found = command("explain", "--q", "2,64,16", "--dtype", "bfloat16", "--backend", "array-api-strict")
     assert "has no dtype 'bfloat16'" in found.refused(1)
+
+
+def test_the_picture_shows_the_tiles(command: Any, backend: str, tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    command(
+        "explain", "--q", "1,8,4096,64", "--causal", "--backend", backend, "--plot", tmp_path / "tiles.png", "--json"
+    )
+    assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
+    refused = command("explain", "--q", "1,8,4096,64", "--plot", tmp_path / "tiles.jpg").refused(1)
+    assert "plot: expected a file whose name ends in .png" in refused

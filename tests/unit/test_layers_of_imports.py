@@ -21,6 +21,7 @@ FLOORS = [
     ("__main__",),
     ("cli",),
     ("training", "testing", "bench"),
+    ("plot",),
     (FRONT,),
     ("interop",),
     ("layers", "optim"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import write_bytes
-from ..errors import ArgumentError, BackendUnavailableError
+from ..errors import ArgumentError
+from ..plot._file import expect_writable, write_png
 from ._case import Shape, parse_shape
 from ._report import OURS, Report, Row
 
@@ -35,21 +33,14 @@ def writable(path: Path, shapes: Sequence[Shape]) -> None:
     ArgumentError
         If the file is no PNG, its folder does not exist, or the shapes differ in more than n.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BackendUnavailableError('plot: it needs matplotlib; install it with: pip install "polyattn[plot]"')
-    if path.suffix.lower() != ".png":
-        raise ArgumentError(f"plot: expected a file whose name ends in .png, got {str(path)!r}")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"plot: the folder {str(path.parent)!r} does not exist")
+    expect_writable(path)
     if len({(shape.batch, shape.heads, shape.n_q == shape.n_k, shape.d) for shape in shapes}) > 1:
         raise ArgumentError(f"plot: expected shapes that differ in n alone, got {' '.join(map(str, shapes))}")
 
 
 def draw(report: Report, path: Path) -> None:
     """Write the picture of a report as a PNG."""
-    buffer = io.BytesIO()
-    picture(report).savefig(buffer, format="png", dpi=120)
-    write_bytes(path, buffer.getvalue())
+    write_png(picture(report), path)
 
 
 def picture(report: Report) -> Figure:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from ..functional import Explanation
 from ..kernels import FLOAT_DTYPES
+from ..plot._file import expect_writable, write_png
 from ._app import UsageError
 from ._options import read_axes, read_window, where
 
@@ -39,6 +43,9 @@ def explain(
     ] = None,
     device: Annotated[str | None, typer.Option(help="A device of --backend, cuda:0 for instance.")] = None,
     kernel: Annotated[str | None, typer.Option(help="Force a kernel by name.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the tiles of the generic kernel, and what it skips.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say which kernel would compute an attention problem, why no other, and how much work it is.
@@ -47,6 +54,8 @@ def explain(
     """
     if dtype not in FLOAT_DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {dtype!r}")
+    if plot is not None:
+        expect_writable(plot)
     shapes = {"q": read_axes("--q", q, 2)}
     shapes["k"] = shapes["q"] if k is None else read_axes("--k", k, 2)
     shapes["v"] = shapes["k"] if v is None else read_axes("--v", v, 2)
@@ -61,6 +70,22 @@ def explain(
     }  # fmt: skip
     found = _explanation(*where(backend, device), dtype, shapes, segments, settings)
     typer.echo(json.dumps(asdict(found)) if json_output else str(found))
+    if plot is not None:
+        _draw(plot, shapes, {name: settings[name] for name in ("causal", "q_offset", "window", "key_lengths")})
+        typer.echo(f"picture   {plot}", err=True)
+
+
+def _draw(path: Path, shapes: dict[str, tuple[int, ...]], excluding: dict[str, Any]) -> None:
+    """Draw the tiles of a problem whose shapes fit together."""
+    from matplotlib.figure import Figure
+
+    from ..plot import tile_schedule
+
+    q, k = shapes["q"], shapes["k"]
+    lead = (math.prod(np.broadcast_shapes(q[:-3], k[:-3])), *q[-3:-2])
+    figure = Figure(figsize=(6.4, 6.4), layout="constrained")
+    tile_schedule(q[-2], k[-2], heads=math.prod(lead), axes=figure.subplots(), **excluding)
+    write_png(figure, path)
 
 
 def _explanation(

@@ -9,7 +9,7 @@ from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast,
 from ._choice import GENERIC, candidates, choose, named
 from ._merge import merge
 from ._problem import Kernel, Problem, Sizes
-from ._tiled import TiledKernel, allowed_in
+from ._tiled import TiledKernel, allowed_in, loops, tile_lengths
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -25,8 +25,10 @@ __all__ = [
     "choose",
     "dtype_name",
     "expand",
+    "loops",
     "merge",
     "named",
+    "tile_lengths",
     "unbroadcast",
     "wide",
     "widen",

@@ -1,0 +1,12 @@
+"""Pictures of attention: maps by head, masks, the tiles of a problem, learning curves. They need matplotlib.
+
+Each function draws into the Axes that it is given, or makes some with ``matplotlib.pyplot``, and returns
+Axes: save with ``axes.figure.savefig("file.png")``, show with ``matplotlib.pyplot.show()``.
+"""
+
+from ._attention_map import attention_map
+from ._learning_curve import learning_curve
+from ._mask import mask
+from ._tile_schedule import tile_schedule
+
+__all__ = ["attention_map", "learning_curve", "mask", "tile_schedule"]
