@@ -82,6 +82,13 @@ def suites(session: nox.Session, backend: str) -> None:
     session.run("pytest", f"--polyattn-backend={backend}", "tests/suites", *session.posargs, env=UNSELECTED)
 
 
+@nox.session
+def interop(session: nox.Session) -> None:
+    """Run the tests of the doors to libraries that no other session installs. Not one of the checks."""
+    install(session, "torch,transformers,test")
+    session.run("pytest", "--polyattn-backend=torch", "tests/interop", *session.posargs, env=UNSELECTED)
+
+
 @nox.session(python=False)
 def cupy_where_possible(session: nox.Session) -> None:
     """Run the tests on cupy as well where a CUDA device exists; elsewhere say why they were left out."""

@@ -47,6 +47,7 @@ FRAMEWORKS = [
     "array_api_strict",
     "onnx",
     "onnxruntime",
+    "transformers",
     "matplotlib",
     "typer",
     "rich",

@@ -1,1 +1,1 @@
-"""Doors to other worlds, one a module: :mod:`polyattn.interop.onnx`. Each imports its library when it is called."""
+"""Doors to other worlds: ONNX graphs, torch modules, Hugging Face's transformers. A module is imported by its name."""

@@ -64,6 +64,14 @@ class Layer:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items())
         return f"{type(self).__name__}({arguments}, dtype={self.dtype!r}, backend={self.backend!r})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: of the backend its name, since there is one of it in a process."""
+        return {**self.__dict__, "_place": (self._place.backend.name, self._place.device)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        name, device = state["_place"]
+        self.__dict__.update(state, _place=Place(registry.ready(name), device))
+
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Array]:

@@ -1,0 +1,107 @@
+"""A layer as a torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...conversion import to_backend
+from ...layers._layer import Layer
+from ._elsewhere import Pull, elsewhere
+
+__all__ = ["LayerModule", "to_module"]
+
+Tensor = Any
+
+
+class LayerModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the type checker
+    """A layer whose parameters are torch's. Made by :func:`to_module`.
+
+    It is called as the layer is. Its state dict has the layer's own names.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+        for name, parameter in layer.parameters().items():
+            *path, last = name.split(".")
+            owner: Any = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner._modules[part]
+            owner.register_parameter(last, torch.nn.Parameter(to_backend(parameter, "torch", copy=True)))
+
+    def forward(self, *inputs: Tensor, **arguments: Any) -> Tensor:
+        """Return the layer's result; gradients reach inputs, floating arguments and parameters."""
+        names, parameters = zip(*self.named_parameters(), strict=True) if self.layer.parameters() else ((), ())
+        if self.layer.backend == "torch":
+            layer: Any = self._here().with_parameters(dict(zip(names, parameters, strict=True)))
+            return layer(*inputs, **arguments)
+        floating = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        keywords = {name: x for name, x in arguments.items() if name not in floating}
+        run = _running(self.layer, len(inputs), (*floating,), names, keywords)
+        return elsewhere(run, *inputs, *floating.values(), *parameters)
+
+    def extra_repr(self) -> str:
+        """Return the layer's own description."""
+        return repr(self.layer)
+
+    def _here(self) -> Layer:
+        """Return the layer, on the device where the parameters are by now."""
+        devices = {str(parameter.device) for parameter in self.parameters()}
+        if devices and devices != {self.layer.device}:
+            self.layer = self.layer.to("torch", sorted(devices)[0])
+        return self.layer
+
+
+def to_module(layer: Layer) -> LayerModule:
+    """Return a layer as an ``nn.Module`` with Parameters of its own and a state dict.
+
+    Parameters
+    ----------
+    layer : Layer
+        Its parameters are copied. Where it is bound, there the module computes: on torch's device where its
+        parameters are, or on another backend, with tensors in, tensors out, and gradients in between.
+
+    Returns
+    -------
+    LayerModule
+
+    Examples
+    --------
+    >>> import pytest; torch = pytest.importorskip("torch")
+    >>> import polyattn as pa
+    >>> from polyattn.interop.torch import to_module
+    >>> module = to_module(pa.MultiHeadAttention(16, 4, backend="torch"))
+    >>> module(torch.ones(2, 5, 16), causal=True).sum().backward()
+    >>> module.q_proj.weight.grad.shape, sorted(module.state_dict())[0]
+    (torch.Size([16, 16]), 'k_proj.bias')
+    """
+    return LayerModule(layer)
+
+
+def _running(
+    layer: Layer, count: int, floating: tuple[str, ...], names: tuple[str, ...], keywords: dict[str, Any]
+) -> Callable[..., tuple[Tensor, Pull]]:
+    """Return the layer's forward on inputs, floating arguments and parameters, and its backward in their order."""
+    mover: Any = layer if layer._moves_inputs else layer.to(layer.backend, layer.device)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, Pull]:
+        inputs, parameters = tensors[:count], tensors[count + len(floating) :]
+        arguments = dict(zip(floating, tensors[count : count + len(floating)], strict=True))
+        there = {name: to_backend(x, layer.backend, layer.device) for name, x in zip(names, parameters, strict=True)}
+        y, cache = mover.with_parameters(there).forward(*inputs, **arguments, **keywords)
+
+        def pull(dy: Tensor) -> tuple[Tensor | None, ...]:
+            dinputs, grads = mover.backward(dy, cache)
+            positional = tuple(dinputs[:count])
+            named = tuple(getattr(dinputs, name) for name in floating)
+            home = (to_backend(grads[name], "torch", str(x.device)) for name, x in zip(names, parameters, strict=True))
+            return (*positional, *named, *home)
+
+        return y, pull
+
+    return run

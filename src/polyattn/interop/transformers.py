@@ -1,0 +1,130 @@
+"""Attention for Hugging Face's models: ``AutoModel.from_pretrained(..., attn_implementation="polyattn")``.
+
+Models that go through transformers' ``AttentionInterface`` hand over queries, keys and values after their own
+projections and rotary embedding, and what excludes keys as one boolean mask. All of it is exact here: softcap,
+sinks, position biases and grouped heads are arguments of attention, not reasons to fall back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ArgumentError, BackendUnavailableError
+from ..functional import attention_weights
+from ..selection import selected
+
+__all__ = ["attention_forward", "register"]
+
+Tensor = Any
+UNKNOWN = ("block_mask", "alibi", "head_mask", "indices")
+"""Arguments of some models' attention that would change its result, and that are not understood here."""
+
+
+def register(name: str = "polyattn", *, backend: str | None = None) -> None:
+    """Add an implementation of attention to transformers, and the function that makes its masks.
+
+    Parameters
+    ----------
+    name : str
+        What to give a model as ``attn_implementation``, or ``model.set_attn_implementation``.
+    backend : str, optional
+        Where attention is computed: by default the selection in force at the call, else torch. Gradients come
+        back from every backend.
+
+    Raises
+    ------
+    BackendUnavailableError
+        If transformers is missing, or older than 5.
+    UnknownBackendError
+        If there is no such backend.
+
+    Examples
+    --------
+    >>> import pytest; transformers = pytest.importorskip("transformers")
+    >>> from polyattn.interop.transformers import register
+    >>> register()
+    >>> config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10, attn_implementation="polyattn")
+    >>> model = transformers.GPT2Model(config)
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f'transformers: expected 5 or later; install it with: pip install "polyattn[transformers]" ({error})'
+        ) from error
+    selected(backend)
+
+    def forward(module: Any, *tensors: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        return attention_forward(module, *tensors, backend=backend, **arguments)
+
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, sdpa_mask)  # without it a model would be given no mask at all
+
+
+def attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, output_attentions: bool = False,
+    backend: str | None = None, **others: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute attention as transformers asks for it.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The attention module of the model; ``is_causal`` of it counts where the argument is None.
+    query : Tensor (B, H, n_q, d)
+    key, value : Tensor (B, H_kv, n_k, d)
+    attention_mask : Tensor (B, 1 or H, n_q, n_k), optional
+        Boolean, True where a query may attend; or floating, to be added, the least number of the dtype or less where
+        it may not. None: everything, or what is causal.
+    dropout, scaling, softcap : float, optional
+        Dropout takes its seed from torch's generator.
+    s_aux : Tensor (H,), optional
+        A sink for each head.
+    position_bias : Tensor, optional
+        Added to the scores.
+    output_attentions : bool
+        Whether the weights, before dropout, are asked for.
+
+    Returns
+    -------
+    (out, weights) : Tensor (B, n_q, H, d), and Tensor (B, H, n_q, n_k) or None
+
+    Raises
+    ------
+    ArgumentError
+        If the model hands over something that would change the result and is not understood.
+    """
+    from .torch import attention
+
+    if unknown := [name for name in UNKNOWN if others.get(name) is not None]:
+        raise ArgumentError(f"attn_implementation: polyattn does not know this model's {', '.join(unknown)}")
+    mask, bias = _mask_and_bias(attention_mask, position_bias)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    arguments: dict[str, Any] = {
+        "mask": mask, "bias": bias, "sinks": s_aux, "scale": scaling, "softcap": softcap, "backend": backend,
+        # Without a mask it is the usual triangle from the upper left: a longer cache has room to the right.
+        "causal": bool(causal) and attention_mask is None and query.shape[2] > 1, "q_offset": 0,
+    }  # fmt: skip
+    out = attention(query, key, value, dropout=dropout, seed=_seed(dropout), **arguments)
+    weights = attention_weights(query.detach(), key.detach(), **arguments) if output_attentions else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _mask_and_bias(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Tell what excludes from what is added: models write exclusion as the least finite number too."""
+    if mask is None or not mask.is_floating_point():
+        return mask, bias
+    import torch
+
+    allowed = mask > torch.finfo(mask.dtype).min / 2
+    added = torch.where(allowed, mask, 0.0)
+    return allowed, added if bias is None else bias + added
+
+
+def _seed(dropout: float) -> int | None:
+    import torch
+
+    return int(torch.randint(2**63 - 1, ())) if dropout else None
