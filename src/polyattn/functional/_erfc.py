@@ -2,7 +2,8 @@
 
 W. J. Cody, "Rational Chebyshev approximations for the error function",
 Mathematics of Computation 23 (1969): three rational functions, each accurate to
-float64's last digits on its own interval.
+float64's last digits on its own interval. float32 needs a third of that work: one
+polynomial for all x, fitted here to a relative error of 3.3e-8.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..backend import Array
+from ..backend import Array, dtype_name
 
 # Numerators and denominators, the highest power first; a denominator's leading 1 is written out.
 SMALL = (  # of erf(x) / x in x², |x| ≤ 0.46875
@@ -32,12 +33,25 @@ LARGE = (  # of the remainder in 1/x², x ≥ 4
     (1.0, 2.56852019228982242e0, 1.87295284992346725e0, 5.27905102951428412e-1, 6.05183413124413191e-2,
      2.33520497626869185e-3),
 )  # fmt: skip
+SINGLE = (  # of erfc(x) · exp(x²) / t in t = 1 / (1 + STEEPNESS · x), x ≥ 0, the least relative error
+    -4.14000112e-2, 1.90726597e-1, -3.0065278e-1, 1.42470178e-1, -2.23980314e-2, 1.19964311e-1, 1.75249341e-1,
+    2.28271941e-1, 2.53883149e-1, 2.53885321e-1,
+)  # fmt: skip
+STEEPNESS = 0.45
 
 
 def erfc(xp: Any, x: Array) -> Array:
-    """Return 1 − erf(x) for a float32 or float64 array, to the last digits also where it is tiny."""
+    """Return 1 − erf(x) for a float32 or float64 array, also where it is tiny: its error is relative.
+
+    That of float64 is of the last digits, that of float32 at most 5e-7 up to x = 2; beyond, the rounding of x² adds
+    x² times that of one number.
+    """
     size = xp.abs(x)
     square = x * x
+    if dtype_name(x.dtype) == "float32":
+        t = 1 / (1 + size * STEEPNESS)
+        tail = xp.exp(-square) * t * _horner(t, SINGLE)  # erfc(|x|)
+        return xp.where(x < 0, 2 - tail, tail)
     small = 1 - x * _ratio(square, SMALL)
     decay = xp.exp(-square)
     middle = decay * _ratio(xp.where(size < 4, size, xp.full_like(size, 4)), MIDDLE)

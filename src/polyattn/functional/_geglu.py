@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._gelu import checked_approximate, distribution
+from ._gelu import checked_approximate, density, distribution
 from ._operation import Operation
 from ._swiglu import checked_pair
 
@@ -24,7 +24,7 @@ def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tu
     """Return gate · Φ(gate) · up."""
     xp = backend.namespace()
     wide = widen(xp, gate)
-    phi, _ = distribution(xp, wide, approximate)
+    phi = distribution(xp, wide, approximate)
     return cast(xp, wide * phi * widen(xp, up), gate.dtype), (gate, up)
 
 
@@ -32,10 +32,10 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approxi
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
     xp, (gate, up) = backend.namespace(), saved
     dy_, wide = widen(xp, dy), widen(xp, gate)
-    phi, density = distribution(xp, wide, approximate)
+    phi = distribution(xp, wide, approximate)
     # y = gate · Φ(gate) · up
     dup = dy_ * (wide * phi)
-    dgate = dy_ * widen(xp, up) * (phi + wide * density)
+    dgate = dy_ * widen(xp, up) * (phi + wide * density(xp, wide, approximate))
     return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
 
 

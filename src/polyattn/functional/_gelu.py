@@ -28,25 +28,35 @@ def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tup
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
     xp = backend.namespace()
     wide = widen(xp, x)
-    phi, _ = distribution(xp, wide, approximate)
-    return cast(xp, wide * phi, x.dtype), (x,)
+    return cast(xp, wide * distribution(xp, wide, approximate), x.dtype), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
     """Return dy · (Φ(x) + x · Φ′(x))."""
     xp, (x,) = backend.namespace(), saved
     wide = widen(xp, x)
-    phi, density = distribution(xp, wide, approximate)
-    return (cast(xp, widen(xp, dy) * (phi + wide * density), x.dtype),)
+    slope = distribution(xp, wide, approximate) + wide * density(xp, wide, approximate)
+    return (cast(xp, widen(xp, dy) * slope, x.dtype),)
 
 
-def distribution(xp: Any, x: Array, approximate: str) -> tuple[Array, Array]:
-    """Return Φ(x) and its derivative."""
+def distribution(xp: Any, x: Array, approximate: str) -> Array:
+    """Return Φ(x)."""
     if approximate == "none":
-        return erfc(xp, x * -math.sqrt(0.5)) / 2, xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
+        return erfc(xp, x * -math.sqrt(0.5)) / 2
+    return (1 + _tanh(xp, x)) / 2
+
+
+def density(xp: Any, x: Array, approximate: str) -> Array:
+    """Return Φ′(x)."""
+    if approximate == "none":
+        return xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
+    tanh, x = _tanh(xp, x), xp.clip(x, -FAR, FAR)
+    return (1 - tanh * tanh) * (ROOT / 2) * (1 + 3 * CUBIC * x * x)
+
+
+def _tanh(xp: Any, x: Array) -> Array:
     x = xp.clip(x, -FAR, FAR)  # its cube stays finite
-    tanh = xp.tanh(ROOT * (x + CUBIC * x * x * x))
-    return (1 + tanh) / 2, (1 - tanh * tanh) * (ROOT / 2) * (1 + 3 * CUBIC * x * x)
+    return xp.tanh(ROOT * (x + CUBIC * x * x * x))
 
 
 _operation = Operation("gelu", forward, backward)

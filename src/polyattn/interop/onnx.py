@@ -2,7 +2,7 @@
 
 The evaluator hands over NumPy arrays and wants NumPy arrays back; what is
 between goes to the backend that is chosen. Attention as in opset 23 to 25,
-LayerNormalization, RMSNormalization, Softmax, LogSoftmax and Gelu.
+LayerNormalization, RMSNormalization, RotaryEmbedding, Softmax, LogSoftmax and Gelu.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..functional import (
     layer_norm,
     log_softmax,
     rms_norm,
+    rotary_embedding,
     softmax,
 )
 from ..selection import get_backend, use_backend
@@ -213,6 +214,24 @@ def rms_normalization_node(
     return (rms_norm(wide, weight, eps=epsilon, axes=axes).astype(x.dtype),)
 
 
+def rotary_embedding_node(
+    node: Any, x: Host, cos_cache: Host, sin_cache: Host, position_ids: Host | None = None, *, interleaved: int = 0,
+    num_heads: int | None = None, rotary_embedding_dim: int = 0,
+) -> tuple[Host, ...]:  # fmt: skip
+    """RotaryEmbedding-23."""
+    packed = x.ndim == 3
+    heads, cos, sin = _together(_split(x, num_heads, "X", "num_heads") if packed else x, cos_cache, sin_cache)
+    ids = None if position_ids is None else position_ids.astype(np.int32)  # not every library has int64
+    y = rotary_embedding(
+        heads,
+        tables=(cos, sin),
+        positions=ids,
+        interleaved=bool(interleaved),
+        dim=rotary_embedding_dim or heads.shape[-1],
+    )
+    return ((np.swapaxes(y, 1, 2).reshape(x.shape) if packed else y).astype(x.dtype),)
+
+
 def softmax_node(node: Any, x: Host, *, axis: int = -1) -> tuple[Host, ...]:
     """Softmax of every opset."""
     return (_along(softmax, node, x, axis),)
@@ -235,6 +254,7 @@ OPERATORS: dict[str, Callable[..., tuple[Host | None, ...]]] = {
     "LayerNormalization": layer_normalization_node,
     "LogSoftmax": log_softmax_node,
     "RMSNormalization": rms_normalization_node,
+    "RotaryEmbedding": rotary_embedding_node,
     "Softmax": softmax_node,
 }
 
@@ -249,12 +269,10 @@ def _along(operation: Callable[..., Host], node: Any, x: Host, axis: int) -> Hos
     return operation(rows).reshape(x.shape).astype(x.dtype)
 
 
-def _split(x: Host, heads: int | None) -> Host:
+def _split(x: Host, heads: int | None, names: str = "Q, K, V", counts: str = "q_num_heads, kv_num_heads") -> Host:
     """Return (B, n, H · d) as (B, H, n, d)."""
     if not heads or x.ndim != 3 or x.shape[2] % heads:
-        raise ShapeError(
-            f"Q, K, V: expected (batch, length, heads · size) and q_num_heads, kv_num_heads, got {x.shape} and {heads}"
-        )
+        raise ShapeError(f"{names}: expected (batch, length, heads · size) and {counts}, got {x.shape} and {heads}")
     return np.swapaxes(x.reshape(*x.shape[:2], heads, x.shape[2] // heads), 1, 2)
 
 

@@ -40,7 +40,7 @@ def register(name: str = "polyattn", *, backend: str | None = None) -> None:
 
     Examples
     --------
-    >>> import pytest; transformers = pytest.importorskip("transformers")
+    >>> import transformers
     >>> from polyattn.interop.transformers import register
     >>> register()
     >>> config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10, attn_implementation="polyattn")

@@ -43,7 +43,7 @@ def attention(
 
     Examples
     --------
-    >>> import pytest; torch = pytest.importorskip("torch")
+    >>> import torch
     >>> from polyattn.interop.torch import attention
     >>> q = torch.ones(2, 4, 8, requires_grad=True)
     >>> attention(q, q, q, causal=True, backend="numpy").sum().backward()

@@ -72,7 +72,7 @@ def to_module(layer: Layer) -> LayerModule:
 
     Examples
     --------
-    >>> import pytest; torch = pytest.importorskip("torch")
+    >>> import torch
     >>> import polyattn as pa
     >>> from polyattn.interop.torch import to_module
     >>> module = to_module(pa.MultiHeadAttention(16, 4, backend="torch"))

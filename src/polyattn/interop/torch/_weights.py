@@ -42,7 +42,7 @@ def from_module(module: Any, *, backend: str | None = None, device: str | None =
 
     Examples
     --------
-    >>> import pytest; torch = pytest.importorskip("torch")
+    >>> import torch
     >>> from polyattn.interop.torch import from_module
     >>> from_module(torch.nn.Linear(4, 2), backend="numpy")
     Projection(in_features=4, out_features=2, bias=True, dtype='float32', backend='numpy')
@@ -75,7 +75,7 @@ def copy_to(layer: Layer, module: Any) -> None:
 
     Examples
     --------
-    >>> import pytest; torch = pytest.importorskip("torch")
+    >>> import torch
     >>> import polyattn as pa
     >>> from polyattn.interop.torch import copy_to
     >>> layer, module = pa.Projection(4, 2), torch.nn.Linear(4, 2)
