@@ -20,11 +20,13 @@ class CublasKernel:
     name = "cublas"
 
     def supports(self, problem: Problem) -> str | None:
-        """Refuse dropout, bfloat16, and masks or biases that one batch stride cannot describe."""
+        """Refuse dropout, bfloat16, structure, and masks or biases that one batch stride cannot describe."""
         if problem.dropout != 0:
             return "it has no dropout"
         if problem.dtype not in DTYPES:
             return f"it computes in {', '.join(DTYPES)}, not in {problem.dtype}"
+        if problem.structured:
+            return "structured masks and biases are left to the generic kernel"
         if problem.bias is not None:
             dtype = dtype_name(problem.bias.dtype)
             if dtype not in DTYPES or (dtype == "float64" != problem.dtype):

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
 
-from ._kernel import JitKernel, ScanKernel
+from ._kernel import DirectKernel, JitKernel, ScanKernel
 
 __all__ = ["backend"]
 
@@ -31,7 +31,7 @@ class JaxBackend(Backend):
     name = "jax"
     array_modules = ("jax", "jaxlib")
     install = 'pip install "polyattn[jax]"'
-    kernels = (ScanKernel(), JitKernel())
+    kernels = (DirectKernel(), ScanKernel(), JitKernel())
 
     def status(self) -> Status:
         """Import JAX and ask for its devices, which a broken accelerator refuses."""
@@ -137,9 +137,14 @@ class JaxBackend(Backend):
     def update_slice(self, x: Array, value: Array, start: Any, axis: int) -> Array:
         """Write with ``dynamic_update_slice``: ``start`` may be traced, and a donated ``x`` is reused."""
         jax = _jax()
-        if getattr(start, "ndim", 0) == 1:
+        if getattr(start, "ndim", 0) == 1 and x.shape[0] > 1:
             each = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis % x.ndim - 1)
             return jax.vmap(each)(x, value, start)
+        start = start[0] if getattr(start, "ndim", 0) == 1 else start
+        if self.pinned(start):
+            from ._write import write
+
+            return write(x, value, start, axis % x.ndim)
         return jax.lax.dynamic_update_slice_in_dim(x, value, start, axis)
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The compiled kernels: a scan over tiles of our own for most problems, the generic kernel for the rest."""
+"""The compiled kernels: two of our own, for few queries and for many, and the generic kernel for the rest."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 
 from polyattn.backend import Array, Problem, TiledKernel
 
-__all__ = ["JitKernel", "ScanKernel"]
+__all__ = ["DirectKernel", "JitKernel", "ScanKernel"]
 
 TILED = TiledKernel()
 LIMIT = 2**29
 """Positions are int32; sums of three of these still fit."""
+FEW = 16
+"""Rows of a key head whose scores with all keys are few beside the keys."""
 
 
 class JitKernel:
@@ -53,15 +55,30 @@ class ScanKernel(JitKernel):
         """Leave to the generic kernel what has a gradient or random bits for each pair of a query and a key."""
         if problem.bias is not None:
             return "it has a bias, whose gradient the scan does not compute"
+        if problem.structured:
+            return "a structured mask is left to the generic kernel, which skips its tiles"
         if problem.dropout:
             return "it has dropout, whose bits the scan does not draw"
         return None
 
 
+class DirectKernel(ScanKernel):
+    """The scan's problems where queries are few, as when decoding (``_direct.py``); the backward is the scan's."""
+
+    name = "direct"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Leave many queries to the scan."""
+        sizes = problem.sizes
+        if sizes.n_q * (sizes.heads // max(sizes.kv_heads, 1)) > FEW:  # there may be no head at all
+            return f"it is for at most {FEW} queries of a key head, each query head's counted"
+        return super().supports(problem)
+
+
 def _split(problem: Problem, traced: tuple[str, ...]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
     """Return a problem's operands by name, and everything else as something that can be looked up."""
     values = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    if problem.reach == (None, None):
+    if problem.reach == (None, None) and not problem.structured:
         values["q_offset"] = 0  # nothing looks at it
     if isinstance(problem.seed, int) and -(2**31) <= problem.seed < 2**31:  # a new one at each step compiles nothing
         values["seed"] = np.asarray(problem.seed, dtype=np.int32)
@@ -81,11 +98,13 @@ def _compiled(kernel: str, direction: str, static: tuple[tuple[str, Any], ...]) 
 
     if kernel == JitKernel.name:
         return jax.jit(run_generic)
-    from . import _scan
+    from . import _direct, _scan
+
+    module = _direct if kernel == DirectKernel.name else _scan
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
     def run(arrays: dict[str, Any], *operands: Any) -> Any:
-        return getattr(_scan, direction)(*operands, Problem(**dict(static), **arrays))
+        return getattr(module, direction)(*operands, Problem(**dict(static), **arrays))
 
     # JAX does not differentiate a loop of computed length in reverse, and a second derivative is of these functions.
     run.defjvp(lambda primals, tangents: jax.jvp(run_generic, primals, tangents))

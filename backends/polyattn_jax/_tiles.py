@@ -113,10 +113,10 @@ class QueryTile(NamedTuple):
             return body(j, carry, None)
 
         def partial(j: Any, carry: Any) -> Any:
-            return body(j, carry, lambda: self._allowed(j))
+            return body(j, carry, lambda: self.allowed(j))
 
-        step = partial if self._excluding else whole
-        if self.tiles.keys.tiles == 1 or not self._excluding:
+        step = partial if self.excluding else whole
+        if self.tiles.keys.tiles == 1 or not self.excluding:
             return loop(self.tiles.keys.tiles, step, carry)
         first, first_whole, past_whole, past = self._bounds()
         if not self._by_pair:
@@ -138,7 +138,7 @@ class QueryTile(NamedTuple):
         return self.once and self.tiles.queries.overlaps
 
     @property
-    def _excluding(self) -> bool:
+    def excluding(self) -> bool:
         """Whether anything can be excluded at all."""
         by_position = any(y is not None for y in (self.x.least, self.x.most, self.x.lengths))
         return by_position or self._by_pair or self._fresh or self.tiles.keys.overlaps
@@ -168,7 +168,7 @@ class QueryTile(NamedTuple):
         first_whole = jnp.clip(first_whole, first, past)
         return first, first_whole, first_whole if self._by_pair else jnp.clip(past_whole, first_whole, past), past
 
-    def _allowed(self, j: Any) -> Array:
+    def allowed(self, j: Any) -> Array:
         """Return the pairs of a key tile that may attend, ``(1 or heads, 1 or rows, 1 or n_k)``."""
         x, (queries, keys, heads) = self.x, self.tiles
         start, key_start = queries.start(self.number), keys.start(j)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Problem, TiledKernel
+from polyattn.backend import AlibiBias, Array, Problem, StructuredBias, StructuredMask, TiledKernel
 
 from ._layout import WORTHWHILE, Call, Task, dense, folded
 from ._threads import run, thread_count
@@ -42,9 +42,13 @@ class BlockedKernel:
     name = "blocked"
 
     def supports(self, problem: Problem) -> str | None:
-        """Support all but a dropout of 1, and a bias that is wider than the inputs."""
+        """Support all but a dropout of 1, structure other than ALiBi, and a bias that is wider than the inputs."""
         if problem.dropout == 1:
             return "a dropout of 1 is left to the generic kernel"
+        if isinstance(problem.mask, StructuredMask):
+            return "a structured mask is left to the generic kernel, which skips its tiles"
+        if isinstance(problem.bias, StructuredBias):
+            return None if isinstance(problem.bias, AlibiBias) else "a table of biases is left to the generic kernel"
         if problem.bias is not None and problem.bias.dtype.itemsize > wide(problem).itemsize:
             return "a float64 bias of narrower inputs is left to the generic kernel"
         return None
@@ -159,7 +163,7 @@ class Forward:
             return None
         by_head = scores.reshape(scores.shape[0], rows[1] - rows[0], -1, scores.shape[2])
         if problem.bias is not None:
-            by_head += call.pairs(problem.bias, task, rows, columns)
+            by_head += call.bias(task, rows, columns)
         return None if excluded is None else (excluded, by_head)
 
     def _rebase(self, scores: Array, out: Array | None, total: Array, largest: Array) -> None:

@@ -58,18 +58,21 @@ def backward(
         dq=rest.pop(),
         dk=np.zeros((*lead, *qkv[1].shape[-3:]), dtype=dtype),
         dv=np.zeros((*lead, *qkv[2].shape[-3:]), dtype=dtype),
-        dbias=None if problem.bias is None else np.zeros(problem.bias.shape, dtype=dtype),
+        dbias=None if inner.bias_array is None else np.zeros(inner.bias_array.shape, dtype=dtype),
         dsinks=None if problem.sinks is None else np.zeros((*lead, inner.sizes.heads), dtype=dtype),
     )
     # A bias that several tasks read gets their gradients in one order.
-    threads = 1 if inner.bias is not None and inner.bias.shape[:-1] != inner.sizes.scores[:-1] else call.threads
+    shared = inner.bias_array is not None and inner.bias_array.shape[:-1] != inner.sizes.scores[:-1]
+    threads = 1 if shared else call.threads
     run(lambda: Backward(call, Operands(*qkv, *rest), grads).task, tasks, threads)
     dk, dv = (_summed(dx.sum(axis=0) if pieces > 1 else dx[0], x, problem) for dx, x in ((grads.dk, k), (grads.dv, v)))
     if grads.dbias is not None and not finite(grads.dbias):
         raise NotFinite
     dsinks = None if grads.dsinks is None else grads.dsinks.reshape(-1, inner.sizes.heads).sum(axis=0)
-    found = (unbroadcast(np, dq, q.shape), dk, dv, grads.dbias, dsinks)
-    like = (q, k, v, problem.bias, problem.sinks)
+    bias = problem.bias_array
+    dbias = None if bias is None or grads.dbias is None else grads.dbias.reshape(bias.shape)
+    found = (unbroadcast(np, dq, q.shape), dk, dv, dbias, dsinks)
+    like = (q, k, v, bias, problem.sinks)
     cast = (
         None if x is None or dx is None else dx.astype(x.dtype, copy=False) for dx, x in zip(found, like, strict=True)
     )
@@ -191,7 +194,7 @@ class Backward:
             scores = np.add(capped, q[..., -1:], out=take("scores", shape))
         by_head = scores.reshape(shape[0], rows[1] - rows[0], -1, shape[2])  # (kv heads, queries, groups, keys)
         if problem.bias is not None:
-            by_head += call.pairs(problem.bias, task, rows, columns)
+            by_head += call.bias(task, rows, columns)
         weights = np.exp(scores, out=scores)
         excluded = None if call.plain else call.excluded(task, rows, columns)
         if excluded is not None:

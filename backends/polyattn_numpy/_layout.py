@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import AlibiBias, Array, Problem
 
 from ._keep import keep_mask
 
@@ -127,6 +127,15 @@ class Call:
         keep = keep_mask(row.astype(np.uint32), *columns, seed, problem.dropout, take)
         return keep.reshape(row.shape[0], -1, keep.shape[-1])
 
+    def bias(self, task: Task, rows: tuple[int, int], columns: tuple[int, int]) -> Array:
+        """Return a tile of the bias, broadcastable to (kv heads, queries, groups, keys)."""
+        bias = self.problem.bias
+        if not isinstance(bias, AlibiBias):
+            return self.pairs(bias, task, rows, columns)
+        slopes = np.asarray(bias.slopes[self.heads(task)], dtype=self.dtype)
+        away = np.abs(np.arange(*columns) - np.arange(*rows)[:, None, None] - self._offset(task)).astype(self.dtype)
+        return away * -slopes.reshape(-1, 1, self.groups, 1)
+
     def pairs(self, x: Array, task: Task, rows: tuple[int, int], columns: tuple[int, int]) -> Array:
         """View a tile of a mask or bias as (kv heads, queries, groups, keys); axes that broadcast stay of length 1."""
         x = x.reshape((1,) * (len(self.problem.sizes.scores) - x.ndim) + x.shape)
@@ -169,15 +178,17 @@ def folded(
     Many small entries are then tiles of many heads. Elsewhere q, k and v are viewed with all the batch axes;
     ``rest``, dout and what the forward gave, has them.
     """
-    sizes, pairs = problem.sizes, [x for x in (problem.mask, problem.bias) if x is not None]
+    sizes, pairs = problem.sizes, [x for x in (problem.mask, problem.bias_array) if x is not None]
     alike = problem.sinks is None and problem.q_segments is None and all(math.prod(x.shape[:-2]) == 1 for x in pairs)
     alike = alike and all(isinstance(x, int | None) for x in (problem.q_offset, problem.key_lengths))
     packed = all(x is None or x.flags.c_contiguous for x in (*qkv, *rest))
     if not (alike and packed and all(x.shape[:-3] == sizes.batch for x in qkv)):
         return problem, [np.broadcast_to(x, (*sizes.batch, *x.shape[-3:])) for x in qkv], list(rest)
     flat = [None if x is None else x.reshape(-1, *x.shape[len(sizes.batch) + 1 :]) for x in (*qkv, *rest)]
-    mask, bias = (None if x is None else x.reshape(x.shape[-2:]) for x in (problem.mask, problem.bias))
+    mask, bias = (None if x is None else x.reshape(x.shape[-2:]) for x in (problem.mask, problem.bias_array))
     entries = math.prod(sizes.batch)
+    if isinstance(problem.bias, AlibiBias):
+        bias = AlibiBias(problem.bias.slopes * entries)
     sizes = sizes._replace(batch=(), heads=entries * sizes.heads, kv_heads=entries * sizes.kv_heads)
     return replace(problem, sizes=sizes, mask=mask, bias=bias), flat[: len(qkv)], flat[len(qkv) :]
 

@@ -11,8 +11,9 @@ from polyattn.backend import Array, Backend
 
 __all__ = ["backend"]
 
-# Its two other devices exist to test libraries that lack 64-bit types.
-DEVICES = {"cpu": "CPU_DEVICE", "device1": "device1", "device2": "device2"}
+WHOLE = ("cpu", "device1", "device2")
+# Its other devices exist to test libraries that lack 64-bit types: nothing is sent there, but arrays may be there.
+DEVICES = {"cpu": "CPU_DEVICE"} | {name: name for name in (*WHOLE[1:], "no_float64", "no_x64")}
 
 
 class StrictBackend(Backend):
@@ -24,7 +25,7 @@ class StrictBackend(Backend):
 
     def devices(self) -> tuple[str, ...]:
         """List its devices that have every dtype."""
-        return tuple(DEVICES)
+        return WHOLE
 
     def namespace(self) -> Any:
         """Return the module itself."""

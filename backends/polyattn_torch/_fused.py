@@ -52,8 +52,8 @@ class Layout:
         self.width = -(-max(sizes.d_k, sizes.d_v + columns) // self.run.multiple) * self.run.multiple
         self.whole = len(calls) == 1 and calls[0][:2] == every[:2]
         items, heads = math.prod(sizes.batch), sizes.heads
-        if self.groups > 1 and calls == [every]:  # rows that see the same keys may stand one after the other
-            heads, self.groups = sizes.kv_heads, 1
+        if self.groups > 1 and calls in ([every], [every._replace(masked=True)]) and alike(problem):
+            heads, self.groups = sizes.kv_heads, 1  # rows that see the same keys may stand one after the other
         if self.run.flat and not any(part.masked for part in calls) and all(map(self.packed, operands)):
             items, heads = items * heads, 1  # so that the gradients' rows, too, stand one after the other
         self.lead = (items, heads)
@@ -92,6 +92,12 @@ class Layout:
         if y.shape[-3] != shape[-3]:
             y = y.unflatten(-3, (shape[-3], self.groups)).sum(-3)
         return y if y.shape == shape else y.sum_to_size(shape)
+
+
+def alike(problem: Problem) -> bool:
+    """Say whether the rows of an item, whichever head's, are all told the same about a key."""
+    one_mask = problem.mask is None or math.prod(problem.mask.shape[-3:-2]) == 1
+    return one_mask and (problem.sizes.n_q == 1 or not varies(problem))
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -> tuple[Array, Array] | None:

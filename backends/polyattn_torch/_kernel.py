@@ -46,6 +46,8 @@ class FusedKernel:
             return "the fused operations drop weights by torch's own random numbers"
         if problem.bias is not None:
             return "the fused operations give no gradient of a bias"
+        if problem.structured:
+            return "a structured mask is left to the generic kernel, which skips its tiles"
         if problem.scale <= 0:
             return f"the fused operations scale after they exclude, so the scale must be positive, not {problem.scale}"
         device = (problem.device or "").partition(":")[0]

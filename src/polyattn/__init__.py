@@ -30,8 +30,21 @@ from .errors import (
     ShapeError,
     UnknownBackendError,
 )
-from .functional import attention, attention_backward, attention_forward, attention_merge, attention_weights, explain
-from .kv_cache import KVCache
+from .functional import (
+    alibi_bias,
+    attention,
+    attention_backward,
+    attention_backward_vjp,
+    attention_forward,
+    attention_jvp,
+    attention_merge,
+    attention_weights,
+    block_mask,
+    explain,
+    prefix_mask,
+    relative_position_bias,
+)
+from .kv_cache import KVCache, PagedKVCache, SlidingKVCache
 from .layers import (
     Embedding,
     FeedForward,
@@ -40,6 +53,7 @@ from .layers import (
     Projection,
     RMSNorm,
     ScaledDotProductAttention,
+    TransformerBlock,
 )
 from .registry import list_backends
 from .selection import get_backend, set_backend, use_backend
@@ -56,23 +70,32 @@ __all__ = [
     "KernelUnsupportedError",
     "LayerNorm",
     "MultiHeadAttention",
+    "PagedKVCache",
     "PolyattnError",
     "Projection",
     "RMSNorm",
     "ScaledDotProductAttention",
     "ShapeError",
+    "SlidingKVCache",
+    "TransformerBlock",
     "UnknownBackendError",
     "__version__",
+    "alibi_bias",
     "attention",
     "attention_backward",
+    "attention_backward_vjp",
     "attention_forward",
+    "attention_jvp",
     "attention_merge",
     "attention_weights",
+    "block_mask",
     "explain",
     "functional",
     "get_backend",
     "list_backends",
     "optim",
+    "prefix_mask",
+    "relative_position_bias",
     "set_backend",
     "to_backend",
     "transfers",

@@ -37,10 +37,23 @@ from .errors import (
     PolyattnError,
     ShapeError,
 )
-from .kernels import Array, Kernel, Problem, TiledKernel, allowed_in, dtype_name, expand, unbroadcast
+from .kernels import (
+    AlibiBias,
+    Array,
+    Kernel,
+    Problem,
+    StructuredBias,
+    StructuredMask,
+    TiledKernel,
+    allowed_in,
+    dtype_name,
+    expand,
+    unbroadcast,
+)  # fmt: skip
 
 __all__ = [
     "API_VERSION",
+    "AlibiBias",
     "ArgumentError",
     "Array",
     "Backend",
@@ -55,6 +68,8 @@ __all__ = [
     "Problem",
     "ShapeError",
     "Status",
+    "StructuredBias",
+    "StructuredMask",
     "TiledKernel",
     "allowed_in",
     "dtype_name",

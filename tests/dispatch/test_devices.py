@@ -37,6 +37,19 @@ def test_nothing_selected_keeps_the_device(far):
     assert cache.place.device == "device1"
 
 
+@pytest.mark.parametrize("length", [3, 0])
+def test_a_device_that_lacks_dtypes(far, length):
+    """It is no place to send anything, but what is there is computed there, and without keys, too."""
+    x = far("no_float64", np.ones((3, 4), dtype=np.float32))
+    keys = x[:length, :]
+    with pa.transfers("forbid"):
+        out, cache = pa.attention_forward(x, keys, keys, causal=True)
+    assert device_of(out) == device_of(cache.lse) == "no_float64"
+    assert "no_float64" not in registry.load("array-api-strict").devices()
+    with pytest.raises(pa.BackendUnavailableError, match="no_float64"):
+        pa.to_backend(X, "array-api-strict", "no_float64")
+
+
 def test_the_same_library_selected_without_a_device_keeps_it(far):
     with pa.use_backend("array-api-strict"), pa.transfers("forbid"):
         assert device_of(F.softmax(far("device2"))) == "device2"

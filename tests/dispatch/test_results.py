@@ -117,6 +117,7 @@ LAYERS = {
     "FeedForward": lambda **bound: pa.FeedForward(4, 6, activation="swiglu", **bound),
     "ScaledDotProductAttention": lambda **bound: pa.ScaledDotProductAttention(**bound),
     "MultiHeadAttention": lambda **bound: pa.MultiHeadAttention(4, 2, **bound),
+    "TransformerBlock": lambda **bound: pa.TransformerBlock(4, 2, rotary=True, qk_norm="rms", sinks=True, **bound),
 }
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import polyattn as pa
+from polyattn.testing import references as ref
 
 RNG = np.random.default_rng(5)
 HEADS, KV_HEADS, KEYS, D = 8, 2, 4096, 64
@@ -41,6 +42,115 @@ def test_decoding_never_copies_the_cache(full):
     assert (full.keys.ctypes.data, full.values.ctypes.data) == addresses
     assert np.shares_memory(full.k, full.keys)
     np.testing.assert_array_equal(full.k[:, :, -1:], k)
+
+
+@pytest.mark.parametrize("kind", ["paged", "sliding"])
+def test_the_other_kinds_copy_nothing_either(kind):
+    """A step over 4096 keys, in 64 pages or in a ring that goes round: no copy of the keys, nor of half of them."""
+    if kind == "paged":
+        cache = pa.PagedKVCache.create(1, KV_HEADS, KEYS // 64 + 1, 64, D)
+    else:
+        cache = pa.SlidingKVCache.create(1, KV_HEADS, KEYS - 4, D, sink_tokens=4)
+    addresses, size = (cache.keys.ctypes.data, cache.values.ctypes.data), cache.keys.nbytes
+    q, k, v = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
+    cache = cache.append(draw(KV_HEADS, KEYS), draw(KV_HEADS, KEYS)).append(k, v)
+    cache.attention(q)
+    tracemalloc.start()
+    try:
+        for _ in range(8):
+            cache = cache.append(k, v)
+            cache.attention(q)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size // (2 if kind == "paged" else 8)  # a page has a query, scores and a result of its own
+    assert (cache.keys.ctypes.data, cache.values.ctypes.data) == addresses
+    assert cache.position == KEYS + 9
+
+
+@pytest.mark.parametrize("bias", [pa.alibi_bias(HEADS), pa.relative_position_bias(draw(8).reshape(8, -1)[:, :HEADS])])
+def test_pages_know_how_far_their_keys_are(bias):
+    """A bias with structure: each page's share of it is the whole's."""
+    q, k, v = draw(HEADS, 3), draw(KV_HEADS, 21), draw(KV_HEADS, 21)
+    cache = pa.PagedKVCache.create(1, KV_HEADS, 6, 4, D).append(k, v)
+    np.testing.assert_allclose(cache.attention(q, bias=bias), pa.attention(q, k, v, causal=True, bias=bias), atol=1e-6)
+
+
+def test_a_sliding_cache_stays_as_large_as_it_is():
+    cache = pa.SlidingKVCache.create(1, 1, 8, 2, sink_tokens=1, chunk=4)
+    k = np.ones((1, 1, 5, 2), np.float32)
+    for _ in range(1000):
+        cache = cache.append(k, k)
+    assert (cache.position, cache.capacity, cache.keys.nbytes) == (5000, 12, 12 * 2 * 4)
+    np.testing.assert_array_equal(np.sort(cache.key_positions[0]), [0, *range(4989, 5000)])
+
+
+def test_many_sequences_share_a_pool():
+    """Random appends and rewinds against a plain list of positions for each entry; no page is ever lost or doubled."""
+    rng, texts = np.random.default_rng(8), [[] for _ in range(3)]
+    cache = pa.PagedKVCache.create(3, 1, 12, 4, 1, dtype="float64")
+    for step in range(200):
+        n, room = int(rng.integers(0, 7)), cache.capacity
+        wanted = sum(-(-(len(text) + n) // 4) for text in texts)
+        new = rng.standard_normal((3, 1, n, 1))
+        if wanted > 12:
+            with pytest.raises(pa.ArgumentError, match=f"make {wanted} pages of 4"):
+                cache.append(new, new)
+        else:
+            cache = cache.append(new, -new)
+            for text, part in zip(texts, new, strict=True):
+                text.extend(part.ravel())
+        back = np.array([rng.integers(0, min(len(text), 9 if step % 3 else 3) + 1) for text in texts])
+        cache = cache.rewind(back)
+        for text, some in zip(texts, back, strict=True):
+            del text[len(text) - some :]
+        assert (cache.capacity, cache.lengths.tolist()) == (room, [len(text) for text in texts])
+        assert cache.free_pages == 12 - sum(-(-len(text) // 4) for text in texts)
+        assert (
+            len(set(cache.owners[cache.owners >= 0] * 100 + cache.numbers[cache.owners >= 0])) == 12 - cache.free_pages
+        )
+        k, v = cache.k, cache.v
+        for entry, text in enumerate(texts):
+            np.testing.assert_array_equal(k[entry, 0, : len(text), 0], text)
+            np.testing.assert_array_equal(v[entry, 0, : len(text), 0], np.negative(text))
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_ring_holds_what_its_queries_may_see(chunk):
+    """Random appends and rewinds: whenever attention answers, it answers as over the whole text."""
+    rng, window, first = np.random.default_rng(9), 5, 2
+    cache = pa.SlidingKVCache.create(2, 1, window, 1, sink_tokens=first, chunk=chunk, dtype="float64")
+    texts, answers = [[], []], 0
+    for _ in range(300):
+        n = int(rng.integers(1, 4))
+        new = rng.standard_normal((2, 1, n, 1))
+        cache = cache.append(new, new)
+        for text, part in zip(texts, new, strict=True):
+            text.extend(part.ravel())
+        q = rng.standard_normal((2, 1, int(rng.integers(1, n + 1)), 1))
+        try:
+            out = cache.attention(q)
+        except pa.ArgumentError:
+            assert q.shape[2] > chunk
+        else:
+            answers += 1
+            for b, text in enumerate(texts):
+                away = np.arange(len(text)) - np.arange(len(text) - q.shape[2], len(text))[:, None]
+                mask = (away <= 0) & ((away > -window) | (np.arange(len(text)) < first))
+                x = np.array(text)[None, :, None]
+                np.testing.assert_allclose(out[b], ref.attention(q[b], x, x, mask=mask).out, atol=1e-12)
+        back = rng.integers(0, n + 1, 2)
+        if (back > chunk).any() and min(map(len, texts)) > 40:
+            with pytest.raises(pa.ArgumentError, match=f"n: .*chunk={chunk}"):
+                cache.rewind(back)
+            back = back * 0
+        try:
+            cache = cache.rewind(back)
+        except pa.ArgumentError:
+            continue
+        for text, some in zip(texts, back, strict=True):
+            del text[len(text) - some :]
+    assert answers > 100
 
 
 def test_entries_of_different_lengths_are_written_in_place():

@@ -14,18 +14,20 @@ import polyattn as pa
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
-from polyattn_numpy import _blocked, _layout
+from polyattn_numpy import _blocked, _direct, _layout
 
 Arrays = tuple[np.ndarray, ...]
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 2 queries and 4 keys, for three threads however few the machine has: every problem has several tasks."""
+    """Tiles of 2 queries and 4 keys, heads apart, for three threads however few the machine has: all have tasks."""
     for name, value in (("ROWS", 2), ("COLUMNS", 4), ("SCORES", 8)):
         monkeypatch.setattr(_layout, name, value)
     monkeypatch.setattr(_blocked, "WORTHWHILE", 0)
-    monkeypatch.setattr(_blocked, "thread_count", lambda: 3)
+    monkeypatch.setattr(_direct, "STREAMED", 0)
+    for module in (_blocked, _direct):
+        monkeypatch.setattr(module, "thread_count", lambda: 3)
 
 
 def normal(*shapes: tuple[int, ...], seed: int = 0, dtype: str = "float32") -> Arrays:
@@ -123,6 +125,15 @@ def test_values_of_any_size(size: float) -> None:
     got = pa.attention(q, k, v, kernel="blocked")
     spacing = float(np.finfo(np.float32).smallest_subnormal)
     assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max() + 16 * spacing
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5, 7), (1, 1, 1, 7), (1, 1, 1, 1)])
+def test_a_bias_for_all_entries_with_their_axes(shape: tuple[int, ...], tiny: None) -> None:
+    """The batch is among the heads then; the gradient has the bias's own axes."""
+    q, k, v, dout, bias = normal((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4), (2, 3, 5, 4), shape, dtype="float64")
+    _, cache = pa.attention_forward(q, k, v, bias=bias, kernel="blocked")
+    gradient, slope = pa.attention_backward(dout, cache).bias, ref.attention_gradients(dout, q, k, v, bias=bias).bias
+    assert_close(gradient, slope, scale=1.0, what="gradient of bias")  # one number for all scores moves nothing
 
 
 @pytest.mark.parametrize("kernel", ["direct", "blocked"])

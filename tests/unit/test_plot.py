@@ -66,9 +66,7 @@ def test_a_mask_is_that_of_attention(arguments: dict[str, Any], axes: Any) -> No
 
 
 def test_a_mask_has_one_head(axes: Any) -> None:
-    with pytest.raises(
-        pa.ShapeError, match=r"mask: expected a shape .* = \(1, 2, 3\), got \(4, 2, 3\)"
-    ):
+    with pytest.raises(pa.ShapeError, match=r"mask: expected a shape .* = \(1, 2, 3\), got \(4, 2, 3\)"):
         plot.mask(2, 3, mask=np.ones((4, 2, 3), dtype=bool), axes=axes)
     with pytest.raises(pa.ShapeError, match="n_q, n_k: expected 1 or more, got 0 and 3"):
         plot.mask(0, 3, axes=axes)

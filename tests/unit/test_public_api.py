@@ -50,7 +50,7 @@ def test_no_module_bears_the_name_of_an_exported_function(name: str) -> None:
         "attention", "attention_backward", "attention_forward", "attention_merge", "attention_weights",
         "explain", "get_backend", "list_backends", "set_backend", "to_backend", "transfers", "use_backend",
         "KVCache", "Embedding", "FeedForward", "LayerNorm", "MultiHeadAttention", "Projection", "RMSNorm",
-        "ScaledDotProductAttention",
+        "ScaledDotProductAttention", "PagedKVCache", "SlidingKVCache", "TransformerBlock",
         "BackendMismatchError", "BackendUnavailableError", "CheckpointError", "DTypeError",
         "KernelUnsupportedError", "PolyattnError", "ShapeError", "UnknownBackendError",
         "functional", "optim",

@@ -131,3 +131,24 @@ def test_layer(differentiate, backend, make, to_np):
     assert_close(dx, sum(slopes))
     for name, gradient in zip(names, grads, strict=True):
         assert_close(gradient, want[name], scale=1.0 if name == "k_proj.bias" else None, what=name)
+
+
+def test_block(differentiate, backend, to_np):
+    """The library's own differentiation goes through the hand-written backward, positions and sinks included."""
+    layer = pa.TransformerBlock(
+        6, 3, rotary=True, qk_norm="rms", sinks=True, activation="swiglu", dtype="float64", backend=backend
+    )
+    names = list(layer.parameters())
+    hosts = [to_np(parameter) for parameter in layer.parameters().values()]
+
+    def function(x, *parameters):
+        return layer.with_parameters(dict(zip(names, parameters, strict=True)))(x, causal=True)
+
+    y, (dx, *grads) = differentiate(function, (X, *hosts), DY)
+    there = layer.to("numpy")
+    want_y, cache = there.forward(X, causal=True)
+    want, want_grads = there.backward(DY, cache)
+    assert_close(y, want_y)
+    assert_close(dx, want.x)
+    for name, gradient in zip(names, grads, strict=True):
+        assert_close(gradient, want_grads[name], scale=1.0 if name.endswith("k_proj.bias") else None, what=name)

@@ -80,6 +80,19 @@ def test_low_precision_is_summed_wide(tiny, target, make, to_np):
         np.testing.assert_allclose(np.asarray(to_np(grads.v), dtype=np.float64), 1.0, rtol=4e-3)
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_the_gradient_of_a_low_precision_bias_is_rounded_once(tiny, target, make, to_np, dtype, rounding):
+    if dtype not in target.dtypes:
+        pytest.skip(f"{target.name} has no {dtype}")
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 64, 4)).astype(np.float32)
+    bias = make(rng.integers(-8, 8, 64) / 8, dtype)
+    _, cache = pa.attention_forward(*(make(x, "float32") for x in (q, k, v)), bias=bias, kernel="tiled")
+    dbias = to_np(pa.attention_backward(make(dout, "float32"), cache).bias)
+    want = ref.attention_gradients(*(x.astype(np.float64) for x in (dout, q, k, v)), bias=to_np(bias)).bias
+    np.testing.assert_allclose(dbias, want, rtol=1.01 * rounding, atol=1e-5)
+
+
 @pytest.mark.parametrize("score", [1e5, -2e9, 1e30, np.finfo(np.float32).min])
 def test_large_scores_share_as_small_ones_do(tiny, make, to_np, score):
     """Five equal keys in tiles of four and one: a log-sum-exp of such scores has no digits left to say so."""

@@ -8,9 +8,13 @@ its forward and its backward beside each other.
 
 from __future__ import annotations
 
+from ._alibi_bias import alibi_bias
 from ._attention import AttentionGrads, attention, attention_backward, attention_forward
+from ._attention_backward_vjp import AttentionBackwardGrads, attention_backward_vjp
+from ._attention_jvp import attention_jvp
 from ._attention_merge import attention_merge
 from ._attention_weights import attention_weights
+from ._block_mask import block_mask
 from ._cross_entropy import CrossEntropyGrads, cross_entropy, cross_entropy_backward, cross_entropy_forward
 from ._embedding import EmbeddingGrads, embedding, embedding_backward, embedding_forward
 from ._explain import Explanation, explain
@@ -20,6 +24,8 @@ from ._layer_norm import LayerNormGrads, layer_norm, layer_norm_backward, layer_
 from ._linear import LinearGrads, linear, linear_backward, linear_forward
 from ._log_softmax import LogSoftmaxGrads, log_softmax, log_softmax_backward, log_softmax_forward
 from ._mse_loss import MSELossGrads, mse_loss, mse_loss_backward, mse_loss_forward
+from ._prefix_mask import prefix_mask
+from ._relative_position_bias import relative_position_bias
 from ._relu import ReluGrads, relu, relu_backward, relu_forward
 from ._rms_norm import RMSNormGrads, rms_norm, rms_norm_backward, rms_norm_forward
 from ._rotary_embedding import (
@@ -34,6 +40,7 @@ from ._softmax import SoftmaxGrads, softmax, softmax_backward, softmax_forward
 from ._swiglu import SwigluGrads, swiglu, swiglu_backward, swiglu_forward
 
 __all__ = [
+    "AttentionBackwardGrads",
     "AttentionGrads",
     "CrossEntropyGrads",
     "EmbeddingGrads",
@@ -55,11 +62,15 @@ __all__ = [
     "SoftmaxGrads",
     "SwigluGrads",
     "YaRNScaling",
+    "alibi_bias",
     "attention",
     "attention_backward",
+    "attention_backward_vjp",
     "attention_forward",
+    "attention_jvp",
     "attention_merge",
     "attention_weights",
+    "block_mask",
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_forward",
@@ -85,6 +96,8 @@ __all__ = [
     "mse_loss",
     "mse_loss_backward",
     "mse_loss_forward",
+    "prefix_mask",
+    "relative_position_bias",
     "relu",
     "relu_backward",
     "relu_forward",

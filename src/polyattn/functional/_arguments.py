@@ -11,7 +11,7 @@ import numpy as np
 
 from ..backend import Array, Place, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
-from ..kernels import Problem, Sizes
+from ..kernels import Problem, Sizes, StructuredBias, StructuredMask
 from ..registry import owner
 from ._operation import expect_arrays, expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
 
@@ -35,6 +35,10 @@ class Settings(NamedTuple):
     seed: int | None
     kernel: str | None = None
     device: str | None = None
+    mask: StructuredMask | None = None
+    """The mask where it is no array."""
+    bias: StructuredBias | None = None
+    """The bias where it is no array; its table, if it has one, stands in its place among the arrays."""
 
 
 def checked(
@@ -64,10 +68,13 @@ def checked(
         key_lengths=static["key_lengths"],
         seed=static["seed"],
         kernel=kernel,
+        mask=mask if isinstance(mask, StructuredMask) else None,
+        bias=bias.without_table() if isinstance(bias, StructuredBias) else None,
     )
     dynamic = {name: x if static[name] is None else None for name, x in integers.items()}
     arrays = {
-        "q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "mask": mask, "q_offset": dynamic["q_offset"],
+        "q": q, "k": k, "v": v, "bias": bias.table if isinstance(bias, StructuredBias) else bias, "sinks": sinks,
+        "mask": None if isinstance(mask, StructuredMask) else mask, "q_offset": dynamic["q_offset"],
         "key_lengths": dynamic["key_lengths"], "q_segments": q_segments, "k_segments": k_segments,
         "seed": dynamic["seed"],
     }  # fmt: skip
@@ -95,7 +102,8 @@ def make_problem(place: Place, arrays: tuple[Any, ...], settings: Settings) -> P
         place.backend, settings.sizes, dtype_name(q.dtype), place.device, settings.scale, settings.causal,
         settings.window, settings.softcap, settings.dropout,
         _either(settings.q_offset, q_offset, 0), _either(settings.key_lengths, key_lengths, None),
-        _either(settings.seed, seed, None), mask, bias, sinks, q_segments, k_segments,
+        _either(settings.seed, seed, None), _either(settings.mask, mask, None), _either(settings.bias, bias, None),
+        sinks, q_segments, k_segments, table=None if settings.bias is None else bias,
     )  # fmt: skip
 
 
@@ -137,14 +145,22 @@ def expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: s
 
 
 def _check_pairs(mask: Any, bias: Any, sinks: Any, sizes: Sizes) -> None:
-    if mask is not None:
+    if isinstance(mask, StructuredMask):
+        mask.expect_fit(sizes)
+    elif mask is not None:
         if dtype_name(getattr(mask, "dtype", type(mask))) not in ("bool", "bool_"):
             raise DTypeError(
                 f"mask: expected booleans, True = may attend, got {dtype_name(getattr(mask, 'dtype', type(mask)))}; "
                 "what is added to the scores goes into bias="
             )
         expect_broadcastable("mask", mask, sizes.scores, "(…, H, n_q, n_k)")
-    if bias is not None:
+    if isinstance(bias, StructuredBias):
+        bias.expect_fit(sizes)
+    elif isinstance(bias, StructuredMask):
+        raise DTypeError(
+            f"bias: expected what is added to the scores, got {type(bias).__name__}, which goes into mask="
+        )
+    elif bias is not None:
         expect_floating(bias=bias)
         expect_broadcastable("bias", bias, sizes.scores, "(…, H, n_q, n_k)")
     if sinks is not None:

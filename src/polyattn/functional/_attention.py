@@ -20,7 +20,10 @@ logger = logging.getLogger("polyattn")
 
 
 class AttentionGrads(NamedTuple):
-    """The gradients of :func:`attention`; None for an absent bias or sinks."""
+    """The gradients of :func:`attention`; None for absent sinks, and for a bias without an array of its own.
+
+    Of a bias of relative positions it is the table's.
+    """
 
     q: Array
     k: Array
@@ -92,9 +95,11 @@ def attention(
     v : array (…, H_kv, n_k, d_v)
         Values.
     mask : boolean array, optional
-        True = may attend; broadcasts to (…, H, n_q, n_k).
+        True = may attend; broadcasts to (…, H, n_q, n_k). Or one with structure, of which no n_q × n_k numbers are
+        made: :func:`polyattn.block_mask`, :func:`polyattn.prefix_mask`.
     bias : floating array, optional
-        Added to the scaled and softcapped scores; broadcasts to (…, H, n_q, n_k). −inf excludes.
+        Added to the scaled and softcapped scores; broadcasts to (…, H, n_q, n_k). −inf excludes. Or one with
+        structure: :func:`polyattn.alibi_bias`, :func:`polyattn.relative_position_bias`.
     causal : bool
         Query i stands at position ``q_offset + i`` and sees keys at positions up to its own.
     q_offset : int or integers, optional
@@ -232,7 +237,7 @@ def _empty_backward(
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Answer with zeros; only a sink still moves lse."""
     xp = problem.xp
-    dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias, problem.sinks))
+    dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))
     if dsinks is not None and dlse is not None:
         dsinks = cast(xp, unbroadcast(xp, xp.sum(dlse, axis=-1), dsinks.shape), dsinks.dtype)
     return xp.zeros_like(q), xp.zeros_like(k), xp.zeros_like(v), dbias, dsinks

@@ -108,15 +108,15 @@ def _check(indices: Array, weight: Array) -> tuple[dict[str, Array], dict[str, A
     return {"indices": indices, "weight": weight}, {"count": count, "seen": checked_indices(indices, count)}
 
 
-def checked_indices(indices: Array, count: int) -> bool:
+def checked_indices(indices: Array, count: int, name: str = "indices") -> bool:
     """Say whether the indices could be looked at; raise if they are no integers, or out of range as far as is seen."""
     if not hasattr(indices, "dtype") or not is_integer(indices):
-        raise DTypeError(f"indices: expected integers, got {dtype_name(getattr(indices, 'dtype', type(indices)))}")
-    backend = owner(indices, "indices")
+        raise DTypeError(f"{name}: expected integers, got {dtype_name(getattr(indices, 'dtype', type(indices)))}")
+    backend = owner(indices, name)
     if not backend.on_host(indices):
         return False
     values = backend.to_numpy(indices)
     wrong = values[(values < 0) | (values >= count)]
     if wrong.size:
-        raise ArgumentError(f"indices: expected integers in [0, {count}), got {int(wrong[0])}")
+        raise ArgumentError(f"{name}: expected integers in [0, {count}), got {int(wrong[0])}")
     return True

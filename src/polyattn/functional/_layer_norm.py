@@ -67,10 +67,10 @@ def layer_norm(
 
     Parameters
     ----------
-    x : array (…, *features)
+    x : array (…, features…)
         Floating. The statistics are taken in float32 at least, with the biased
         variance, and re-centred: rows far from zero come out right.
-    weight, bias : array (*features), optional
+    weight, bias : array (features…), optional
         Gain and shift, of the dtype of ``x``.
     eps : float
         Added to the variance, inside the root.

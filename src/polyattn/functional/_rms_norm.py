@@ -57,9 +57,9 @@ def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: 
 
     Parameters
     ----------
-    x : array (…, *features)
+    x : array (…, features…)
         Floating. The mean is taken in float32 at least.
-    weight : array (*features), optional
+    weight : array (features…), optional
         Gain, of the dtype of ``x``.
     eps : float
         Added to the mean square, inside the root. (torch takes the machine epsilon where it is given none.)

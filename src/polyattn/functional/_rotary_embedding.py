@@ -12,14 +12,26 @@ from numpy.typing import NDArray
 from ..backend import Array, Backend, Cache, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, wide, widen
+from . import _embedding
 from ._arguments import expect_broadcastable, static_integer
-from ._operation import Operation, expect_floating, expect_rank, is_integer, is_number, shown
+from ._embedding import checked_indices
+from ._operation import (
+    Operation,
+    expect_floating,
+    expect_one_dtype,
+    expect_rank,
+    expect_shape,
+    is_integer,
+    is_number,
+    shown,
+)
 from ._rotary_scaling import RotaryScaling
 
 __all__ = [
     "RotaryEmbeddingGrads", "rotary_embedding", "rotary_embedding_backward", "rotary_embedding_forward",
 ]  # fmt: skip
 
+DEFAULT_BASE = 10000.0
 DIGIT = 2**12
 """Positions and turns are multiplied 12 bits by 12 bits: float32 holds the products exactly."""
 
@@ -30,31 +42,47 @@ class RotaryEmbeddingGrads(NamedTuple):
     x: Array
     positions: None
     offset: None
+    cos: None
+    sin: None
+
+
+class Rotation(NamedTuple):
+    """The static arguments that say by what a position turns."""
+
+    frequencies: tuple[float, ...]
+    magnitude: float
+    interleaved: bool
 
 
 def forward(
-    backend: Backend, x: Array, positions: Array | None, offset: Array | None, *, start: int,
-    frequencies: tuple[float, ...], magnitude: float, interleaved: bool,
+    backend: Backend, x: Array, positions: Array | None, offset: Array | None, cos: Array | None = None,
+    sin: Array | None = None, *, start: int, rotation: Rotation, seen: bool = False,
 ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
     """Return each pair (x₁, x₂) turned by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
-    if positions is None:
-        positions = _counted(xp, x.shape[-2], start if offset is None else _signed(xp, offset), device)
-    angles = math.tau * _turns(xp, _signed(xp, positions), frequencies, wide(xp, x.dtype), device)
+    if cos is None or sin is None:
+        if positions is None:
+            positions = _counted(xp, x.shape[-2], start if offset is None else _signed(xp, offset), device)
+        angles = math.tau * _turns(xp, _signed(xp, positions), rotation.frequencies, wide(xp, x.dtype), device)
+        cos, sin = xp.cos(angles), xp.sin(angles)  # (…, n, dim / 2)
+    else:
+        if positions is not None:
+            count = cos.shape[0]
+            cos, sin = (_embedding.forward(backend, positions, t, count=count, seen=seen)[0] for t in (cos, sin))
+        cos, sin = widen(xp, cos), widen(xp, sin)  # (…, n, dim / 2)
+    if rotation.magnitude != 1:
+        cos, sin = cos * rotation.magnitude, sin * rotation.magnitude
     if x.ndim > 2:
-        angles = angles[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
-    cos, sin = xp.cos(angles), xp.sin(angles)
-    if magnitude != 1:
-        cos, sin = cos * magnitude, sin * magnitude
-    return _turned(xp, x, cos, sin, interleaved), (cos, sin)
+        cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
+    return _turned(xp, x, cos, sin, rotation.interleaved), (cos, sin)
 
 
 def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array], *, interleaved: bool, **_: Any
-) -> tuple[Array, None, None]:
+    backend: Backend, dy: Array, saved: tuple[Array, Array], *, rotation: Rotation, **_: Any
+) -> tuple[Array, None, None, None, None]:
     """Return dy turned by the negative angle."""
     (cos, sin), xp = saved, backend.namespace()
-    return _turned(xp, dy, cos, -sin, interleaved), None, None
+    return _turned(xp, dy, cos, -sin, rotation.interleaved), None, None, None, None
 
 
 def _turned(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
@@ -118,10 +146,11 @@ def rotary_embedding(
     *,
     positions: Array | None = None,
     offset: int | Array = 0,
-    base: float = 10000.0,
+    base: float = DEFAULT_BASE,
     dim: int | None = None,
     interleaved: bool = False,
     scaling: RotaryScaling | None = None,
+    tables: tuple[Array, Array] | None = None,
 ) -> Array:
     r"""Turn pairs of features by angles proportional to the position, so that q·k depends on the distance alone.
 
@@ -148,6 +177,10 @@ def rotary_embedding(
     scaling : RotaryScaling, optional
         :class:`LinearScaling`, :class:`NTKScaling`, :class:`YaRNScaling` or :class:`Llama3Scaling`: other
         frequencies for contexts longer than the trained one; YaRN's also has a magnitude m, else 1.
+    tables : (array, array), optional
+        The cosines and sines themselves, floating, in place of offset, base and scaling; constants without a
+        gradient. With ``positions`` they are (m, dim / 2) and row p is that of position p (one out of range raises
+        where it is at hand on the host, and gives zeros elsewhere); else (…, n, dim / 2), a row for each of x's.
 
     Returns
     -------
@@ -159,7 +192,8 @@ def rotary_embedding(
     ------
     ShapeError, DTypeError, ArgumentError
         If the shapes do not fit, ``dim`` is odd or more than d, ``x`` is not floating or the positions not
-        integers, ``positions`` and ``offset`` are both given, or a number is not what it may be.
+        integers, ``positions`` and ``offset`` are both given, or ``tables`` and what they stand for, or a number
+        is not what it may be.
 
     Notes
     -----
@@ -172,7 +206,7 @@ def rotary_embedding(
     array([[1.   , 0.   ],
            [0.54 , 0.841]])
     """
-    return _operation.call(*_check(x, positions, offset, base, dim, interleaved, scaling))
+    return _operation.call(*_check(x, positions, offset, base, dim, interleaved, scaling, tables))
 
 
 def rotary_embedding_forward(
@@ -180,13 +214,14 @@ def rotary_embedding_forward(
     *,
     positions: Array | None = None,
     offset: int | Array = 0,
-    base: float = 10000.0,
+    base: float = DEFAULT_BASE,
     dim: int | None = None,
     interleaved: bool = False,
     scaling: RotaryScaling | None = None,
+    tables: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Cache]:
     """Return ``(rotary_embedding(x, …), cache)``; the cache holds the cosines and sines, not ``x``."""
-    return _operation.record(*_check(x, positions, offset, base, dim, interleaved, scaling))
+    return _operation.record(*_check(x, positions, offset, base, dim, interleaved, scaling, tables))
 
 
 def rotary_embedding_backward(dy: Array, cache: Cache) -> RotaryEmbeddingGrads:
@@ -196,7 +231,7 @@ def rotary_embedding_backward(dy: Array, cache: Cache) -> RotaryEmbeddingGrads:
 
 def _check(
     x: Array, positions: Any, offset: Any, base: float, dim: int | None, interleaved: bool,
-    scaling: RotaryScaling | None,
+    scaling: RotaryScaling | None, tables: Any,
 ) -> tuple[dict[str, Array | None], dict[str, Any]]:  # fmt: skip
     expect_floating(x=x)
     expect_rank("x", x, 2)
@@ -205,9 +240,24 @@ def _check(
     if offset is None:
         raise DTypeError("offset: expected an integer or integers, got None")
     if positions is not None:
-        _check_positions(positions, batch, n)
+        check_positions("positions", positions, batch, n)
         if start != 0:
             raise ArgumentError("offset: expected none where positions are given")
+    if tables is not None:
+        dim = _checked_tables(tables, positions, (*batch, n), dim)
+        if start != 0 or scaling is not None or base != DEFAULT_BASE:
+            raise ArgumentError("tables: expected no offset, base or scaling beside them: they say what those would")
+    rotation = checked_rotation(x, base, dim, interleaved, scaling)
+    cos, sin = (None, None) if tables is None else tables
+    seen = cos is not None and positions is not None and checked_indices(positions, cos.shape[0], "positions")
+    arrays = {
+        "x": x, "positions": positions, "offset": offset if start is None else None, "cos": cos, "sin": sin,
+    }  # fmt: skip
+    return arrays, {"start": start or 0, "rotation": rotation, "seen": seen}
+
+
+def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: Any) -> Rotation:
+    """Return by what a position turns the features of x, or raise what is wrong with the arguments."""
     dim = _checked_dim(dim, x)
     if not (is_number(base) and math.isfinite(base) and base > 1):
         raise ArgumentError(f"base: expected a finite number above 1, got {shown(base)}")
@@ -216,22 +266,37 @@ def _check(
     scaling = RotaryScaling() if scaling is None else scaling
     if not isinstance(scaling, RotaryScaling):
         raise ArgumentError(f"scaling: expected a RotaryScaling such as YaRNScaling(…) or None, got {shown(scaling)}")
-    static = {
-        "start": start or 0,
-        "frequencies": tuple(scaling.frequencies(dim, float(base)).tolist()),
-        "magnitude": scaling.magnitude,
-        "interleaved": bool(interleaved),
-    }
-    return {"x": x, "positions": positions, "offset": offset if start is None else None}, static
+    return Rotation(tuple(scaling.frequencies(dim, float(base)).tolist()), scaling.magnitude, bool(interleaved))
 
 
-def _check_positions(positions: Any, batch: tuple[int, ...], n: int) -> None:
+def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...], dim: int | None) -> int:
+    """Return how many features the tables turn, once they fit each other and the rows of x."""
+    if not isinstance(tables, tuple | list) or len(tables) != 2:
+        raise ArgumentError(f"tables: expected a pair (cosines, sines), got {shown(tables)}")
+    expect_one_dtype(**dict(zip(("cos", "sin"), tables, strict=True)))
+    cos, sin = tables
+    expect_rank("cos", cos, 2)
+    expect_shape("sin", sin, tuple(cos.shape))
+    half = int(cos.shape[-1])
+    if dim not in (None, 2 * half):
+        raise ShapeError(f"tables: expected (…, {shown(dim)} / 2) cosines for dim={shown(dim)}, got {tuple(cos.shape)}")
+    if positions is None and cos.shape[-2] != rows[-1]:
+        raise ShapeError(f"tables: expected one row for each of the {rows[-1]} of x, got {tuple(cos.shape)}")
+    if positions is None:
+        expect_broadcastable("tables", cos, (*rows, half), "the axes before the heads, n and dim / 2")
+    elif cos.ndim != 2 or cos.shape[0] == 0:
+        raise ShapeError(f"tables: expected (m, dim / 2) where positions are given, got {tuple(cos.shape)}")
+    return 2 * half
+
+
+def check_positions(name: str, positions: Any, batch: tuple[int, ...], n: int) -> None:
+    """Require integers (…, n) that broadcast to the axes before the heads."""
     if not hasattr(positions, "dtype") or not is_integer(positions):
-        raise DTypeError(f"positions: expected integers (…, {n}), got {getattr(positions, 'dtype', shown(positions))}")
-    expect_rank("positions", positions, 1)
+        raise DTypeError(f"{name}: expected integers (…, {n}), got {getattr(positions, 'dtype', shown(positions))}")
+    expect_rank(name, positions, 1)
     if positions.shape[-1] != n:
-        raise ShapeError(f"positions: expected one for each of the {n} rows of x, got shape {tuple(positions.shape)}")
-    expect_broadcastable("positions", positions, (*batch, n), "the axes before the heads, and n")
+        raise ShapeError(f"{name}: expected one for each of the {n} rows, got shape {tuple(positions.shape)}")
+    expect_broadcastable(name, positions, (*batch, n), "the axes before the heads, and n")
 
 
 def _checked_dim(dim: Any, x: Array) -> int:

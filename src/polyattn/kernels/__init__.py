@@ -5,19 +5,30 @@ This floor knows no backend: it is handed the namespace, the hooks and the list 
 
 from __future__ import annotations
 
+from ._alibi import AlibiBias
 from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast, wide, widen
+from ._block_mask import BlockMask
 from ._choice import GENERIC, candidates, choose, named
 from ._merge import merge
+from ._prefix_mask import PrefixMask
 from ._problem import Kernel, Problem, Sizes
+from ._relative_positions import RelativePositionBias
+from ._structure import StructuredBias, StructuredMask
 from ._tiled import TiledKernel, allowed_in, loops, tile_lengths
 
 __all__ = [
     "FLOAT_DTYPES",
     "GENERIC",
+    "AlibiBias",
     "Array",
+    "BlockMask",
     "Kernel",
+    "PrefixMask",
     "Problem",
+    "RelativePositionBias",
     "Sizes",
+    "StructuredBias",
+    "StructuredMask",
     "TiledKernel",
     "allowed_in",
     "candidates",

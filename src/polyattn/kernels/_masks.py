@@ -7,6 +7,7 @@ from typing import Any
 
 from ._arrays import Array, cast, dtype_name
 from ._problem import Problem
+from ._structure import StructuredBias, mask_pairs
 
 LIMIT = 2**29  # positions are int32, which every library computes with; sums of three of these still fit
 
@@ -18,10 +19,14 @@ def allowed(problem: Problem) -> Array | None:
     """
     xp, (n_q, n_k) = problem.xp, (problem.sizes.n_q, problem.sizes.n_k)
     conditions: list[Array] = []
+    bias = problem.bias
     if problem.mask is not None:
-        conditions.append(problem.mask)
-    if problem.bias is not None:
-        conditions.append(xp.not_equal(problem.bias, -math.inf))
+        conditions.append(mask_pairs(problem))
+    if isinstance(bias, StructuredBias):
+        finite = bias.allowed(problem)
+        conditions.extend(() if finite is None else (finite,))
+    elif bias is not None:
+        conditions.append(xp.not_equal(bias, -math.inf))
     if problem.key_lengths is not None and not (isinstance(problem.key_lengths, int) and problem.key_lengths >= n_k):
         conditions.append(xp.less(_row(problem, n_k), _per_batch(problem, problem.key_lengths)))
     left, right = problem.reach
@@ -29,8 +34,7 @@ def allowed(problem: Problem) -> Array | None:
         right = None if right is not None and n_k - 1 <= problem.q_offset + right else right
         left = None if left is not None and problem.q_offset + n_q - 1 <= left else left
     if left is not None or right is not None:
-        key, query = _row(problem, n_k), xp.matrix_transpose(_row(problem, n_q))
-        ahead = xp.subtract(key, query)  # (n_q, n_k); a key's position less its query's is this less the offset
+        ahead = _ahead(problem)  # a key's position less its query's is this less the offset
         if right is not None:
             most = shifted(problem, problem.q_offset, plus=right, minus=0)
             conditions.append(xp.less_equal(ahead, _per_batch(problem, most)))  # (…, 1, n_q, n_k)
@@ -54,8 +58,24 @@ def shifted(problem: Problem, value: int | Array, *, plus: int | Array, minus: i
     if isinstance(value, int) and isinstance(plus, int) and isinstance(minus, int):
         return value + plus - minus
     xp: Any = problem.xp
-    value, plus, minus = (_int32(problem, x) for x in (value, plus, minus))
+    value, plus, minus = (as_int32(problem, x) for x in (value, plus, minus))
     return xp.subtract(xp.add(value, plus), minus)
+
+
+def distances(problem: Problem) -> Array:
+    """Return the position of each key less that of each query, ``(…, 1, n_q, n_k)`` in int32."""
+    return problem.xp.subtract(_ahead(problem), _per_batch(problem, problem.q_offset))
+
+
+def key_positions(problem: Problem) -> Array:
+    """Return where the keys stand in the whole problem, ``(1, n_k)`` in int32."""
+    return problem.xp.add(_row(problem, problem.sizes.n_k), as_int32(problem, problem.origin[1]))
+
+
+def _ahead(problem: Problem) -> Array:
+    """Return the number of each key less that of each query, ``(n_q, n_k)`` in int32."""
+    xp, sizes = problem.xp, problem.sizes
+    return xp.subtract(_row(problem, sizes.n_k), xp.matrix_transpose(_row(problem, sizes.n_q)))
 
 
 def _row(problem: Problem, n: int) -> Array:
@@ -70,10 +90,10 @@ def _scalar(problem: Problem, value: int) -> Array:
 
 def _per_batch(problem: Problem, value: int | Array) -> Array:
     """Return an integer, or integers over the batch axes, as an int32 array that broadcasts against the scores."""
-    return _int32(problem, value)[..., None, None, None]  # (…, 1, 1, 1)
+    return as_int32(problem, value)[..., None, None, None]  # (…, 1, 1, 1)
 
 
-def _int32(problem: Problem, value: int | Array) -> Array:
+def as_int32(problem: Problem, value: int | Array) -> Array:
     """Return an integer or integers as an int32 array, those out of its reach moved to its ends."""
     if isinstance(value, int):
         return _scalar(problem, value)

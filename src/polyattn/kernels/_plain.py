@@ -15,6 +15,7 @@ from ._exclusion import matmul_excluding
 from ._masks import allowed as allowed_pairs
 from ._merge import Sums
 from ._problem import Problem
+from ._structure import StructuredBias, bias_pairs
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -89,7 +90,7 @@ def attention_scores(q: Array, k: Array, problem: Problem) -> _Scores:
     if problem.softcap is not None:
         capped = scores = xp.tanh(scores / problem.softcap) * problem.softcap
     if problem.bias is not None:
-        scores = scores + narrowed(xp, problem.bias, scores.dtype)
+        scores = scores + narrowed(xp, bias_pairs(problem), scores.dtype)
     allowed = allowed_pairs(problem)
     if allowed is not None:
         scores = xp.where(allowed, scores, xp.full_like(scores, -math.inf))
@@ -158,8 +159,10 @@ def dropped(weights: Array, problem: Problem) -> Array:
 
 
 def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
-    """Sum the score gradient over the axes along which the bias was broadcast."""
+    """Sum the score gradient over the axes along which the bias was broadcast, or over what a table was read for."""
     bias = problem.bias
+    if isinstance(bias, StructuredBias):
+        return bias.gradient(dscores, problem)
     return None if bias is None else cast(problem.xp, unbroadcast(problem.xp, dscores, bias.shape), bias.dtype)
 
 

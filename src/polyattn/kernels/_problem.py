@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ._arrays import Array
+from ._structure import StructuredBias, StructuredMask
 
 
 class Sizes(NamedTuple):
@@ -36,6 +37,7 @@ class Problem:
 
     ``backend`` is handed over for its namespace and its hooks; kernels know none by name.
     Array arguments are native; ``q_offset``, ``key_lengths`` and ``seed`` are Python integers where they are static.
+    A kernel that does not know structured masks and biases declines where ``structured`` is true.
     """
 
     backend: Any
@@ -51,7 +53,9 @@ class Problem:
     key_lengths: int | Array | None = None
     seed: int | Array | None = None
     mask: Array | None = None
+    """An array, or a :class:`StructuredMask`."""
     bias: Array | None = None
+    """An array, or a :class:`StructuredBias`."""
     sinks: Array | None = None
     q_segments: Array | None = None
     k_segments: Array | None = None
@@ -59,6 +63,18 @@ class Problem:
     """Where this problem's queries and keys start, if it is a tile; keys at a multiple of 4. Dropout counts from it."""
     rows: int | None = None
     """The queries of the whole problem, if this is a tile of it."""
+    table: Array | None = None
+    """What a structured bias takes its values from; the gradient of the bias is then its own."""
+
+    @property
+    def structured(self) -> bool:
+        """Whether the mask or the bias is an object that computes it, in place of an array."""
+        return isinstance(self.mask, StructuredMask) or isinstance(self.bias, StructuredBias)
+
+    @property
+    def bias_array(self) -> Array | None:
+        """The array that the gradient of the bias is of: the bias, or the table of a structured one."""
+        return self.table if isinstance(self.bias, StructuredBias) else self.bias
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

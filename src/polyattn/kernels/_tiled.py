@@ -24,6 +24,7 @@ from ._masks import allowed, shifted
 from ._merge import Sums, merge_sums
 from ._plain import PlainKernel, finished, row_sum, sinks_gradient, sums
 from ._problem import Problem, Sizes
+from ._structure import StructuredBias, StructuredMask
 
 PLAIN = PlainKernel()
 SCORES = 2**20  # of one tile over all heads: 4 MiB in float32, and a handful of such arrays at a time
@@ -38,7 +39,7 @@ class Tile(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Tiles of one shape. ``whole``: causality, window and key lengths exclude nothing in any of them."""
+    """Tiles of one shape. ``whole``: what is known before it is computed excludes nothing in any of them."""
 
     n_q: int
     n_k: int
@@ -86,7 +87,7 @@ class TiledKernel:
         sizes, xp = problem.sizes, problem.xp
         if tile_lengths(sizes) == (sizes.n_q, sizes.n_k):
             return PLAIN.backward(dout, dlse, q, k, v, out, lse, problem)
-        bias = problem.bias
+        bias = problem.bias_array
         totals = tuple(None if x is None else xp.zeros_like(x, dtype=wide(xp, x.dtype)) for x in (q, k, v, bias))
 
         def body(carry: Any, tile: Tile, part: Problem) -> Any:
@@ -96,11 +97,12 @@ class TiledKernel:
             k_t, v_t = (widen(xp, cut(part, x, tile.key, n_k, -2)) for x in (k, v))
             dout_t, out_t = (cut(part, x, tile.query, n_q, -2) for x in (dout, out))
             dlse_t, lse_t = (None if x is None else cut(part, x, tile.query, n_q, -1) for x in (dlse, lse))
-            grads = PLAIN.backward(dout_t, dlse_t, q_t, k_t, v_t, out_t, lse_t, part)
+            grads = PLAIN.backward(dout_t, dlse_t, q_t, k_t, v_t, out_t, lse_t, with_wide_bias(part))
             dq = add_at(part, dq, grads[0], (tile.query, None))
             dk, dv = (add_at(part, dx, grad, (tile.key, None)) for dx, grad in ((dk, grads[1]), (dv, grads[2])))
             if dbias is not None:
-                dbias = add_at(part, dbias, widen(xp, grads[3]), (tile.query, tile.key))
+                where = (tile.query, tile.key) if problem.table is None else (None, None)
+                dbias = add_at(part, dbias, widen(xp, grads[3]), where)
             return dq, dk, dv, dbias
 
         dq, dk, dv, dbias = over_tiles(problem, body, totals)
@@ -144,6 +146,8 @@ def loops(problem: Problem) -> Iterator[Loop]:
     """Yield the tiles of a problem, those of one shape together, whole ones apart; without those that are empty."""
     sizes = problem.sizes
     step_q, step_k = tile_lengths(sizes)
+    if isinstance(problem.mask, StructuredMask):
+        step_q, step_k = problem.mask.tile_lengths(step_q, step_k)
     for queries in _spans(sizes.n_q, step_q):
         for keys in _spans(sizes.n_k, step_k):
             kinds: dict[bool, list[Tile]] = {True: [], False: []}
@@ -164,10 +168,18 @@ def _spans(n: int, step: int) -> list[range]:
 
 
 def _reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
-    """Say whether a tile may have a pair that causality, window and lengths allow, and whether they allow all of it.
+    """Say whether a tile may have a pair that is allowed, and whether all are, by what is known before it is computed.
 
-    Where one of them is an array nothing is known: there may be one, and it may not be all.
+    Where causality, window or lengths depend on an array nothing is known: there may be one, and it may not be all.
     """
+    some, everything = _reach_of_positions(problem, i, i_last, j, j_last)
+    if not (some and isinstance(problem.mask, StructuredMask)):
+        return some, everything
+    some, everything_there = problem.mask.reach(problem, i, i_last, j, j_last)
+    return some, everything and everything_there
+
+
+def _reach_of_positions(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
     left, right = problem.reach
     some = everything = True
     if left is not None or right is not None:
@@ -199,15 +211,21 @@ def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
         sinks=None,
         origin=(i, j),
         rows=problem.sizes.n_q,
+        q_offset=shifted(problem, problem.q_offset, plus=i, minus=j),
+        table=None if problem.table is None else widen(problem.xp, problem.table),  # its gradient is a sum over tiles
     )
     if loop.whole:
-        return replace(part, causal=False, window=(None, None), key_lengths=None)
+        mask = None if isinstance(problem.mask, StructuredMask) else part.mask
+        return replace(part, causal=False, window=(None, None), key_lengths=None, mask=mask)
     lengths = problem.key_lengths
-    return replace(
-        part,
-        q_offset=shifted(problem, problem.q_offset, plus=i, minus=j),
-        key_lengths=None if lengths is None else shifted(problem, lengths, plus=0, minus=j),
-    )
+    return replace(part, key_lengths=None if lengths is None else shifted(problem, lengths, plus=0, minus=j))
+
+
+def with_wide_bias(part: Problem) -> Problem:
+    """Return the problem of a tile with its bias in float32 at least, in which its gradient is then summed."""
+    if part.bias is None or isinstance(part.bias, StructuredBias):
+        return part
+    return replace(part, bias=widen(part.xp, part.bias))
 
 
 def allowed_in(problem: Problem, rows: slice, keys: slice) -> Array | None:
@@ -245,7 +263,9 @@ def add_at(problem: Problem, total: Array, x: Array, starts: tuple[int | Array |
 
 
 def _pairs(problem: Problem, x: Array | None, tile: Tile, loop: Loop) -> Array | None:
-    """Cut a mask or bias along the axes that it does not broadcast."""
+    """Cut a mask or bias along the axes that it does not broadcast; a structured one knows the tile by its origin."""
+    if isinstance(x, StructuredBias | StructuredMask):
+        return x
     x = _cut_unless_broadcast(problem, x, tile.key, loop.n_k, -1)
     return _cut_unless_broadcast(problem, x, tile.query, loop.n_q, -2)
 

@@ -10,6 +10,7 @@ from ._multi_head_attention import MultiHeadAttention
 from ._projection import Projection, ProjectionInputs
 from ._rms_norm import RMSNorm, RMSNormInputs
 from ._scaled_dot_product_attention import AttentionInputs, ScaledDotProductAttention
+from ._transformer_block import TransformerBlock, TransformerBlockInputs
 
 __all__ = [
     "AttentionInputs",
@@ -26,4 +27,6 @@ __all__ = [
     "RMSNorm",
     "RMSNormInputs",
     "ScaledDotProductAttention",
+    "TransformerBlock",
+    "TransformerBlockInputs",
 ]

@@ -14,8 +14,10 @@ from ..errors import ArgumentError, ShapeError
 INITS = ("xavier_uniform", "normal")
 
 
-def generator(seed: int) -> np.random.Generator:
-    """Return the stream from which a layer draws its weights, in the order of their names."""
+def generator(seed: int | np.random.Generator) -> np.random.Generator:
+    """Return the stream from which a layer draws its weights, in the order of their names; a block's parts share it."""
+    if isinstance(seed, np.random.Generator):
+        return seed
     try:
         return np.random.Generator(np.random.PCG64(operator.index(seed)))
     except (TypeError, ValueError):

@@ -1,119 +1,28 @@
-"""Multi-head attention: four projections around attention, and its backward through every path."""
+"""Multi-head attention: a layer of four projections around attention."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..backend import Array, Backend, Cache, Place
+from ..backend import Array, Cache, Place
 from ..errors import ArgumentError, ShapeError
-from ..functional import _attention, _attention_weights, _linear
-from ..functional._arguments import ARRAYS, Settings, checked, expect_keywords
+from ..functional import _attention_weights, _linear
+from ..functional._arguments import ARRAYS, checked, expect_broadcastable, expect_keywords
+from ..functional._norms import checked_eps
 from ..functional._operation import Operation, expect_rank, is_number
+from . import _decode, _heads, _multi_head, _norm
+from ._decode import KeyValues
+from ._heads import Outline, Plan, checked_positions, checked_rotary, expect_matching, sources
 from ._initial import checked_sizes, generator, initial_weight
 from ._layer import Layer
+from ._multi_head import start_of, with_sinks
 from ._scaled_dot_product_attention import AttentionInputs
 
 __all__ = ["MultiHeadAttention"]
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-EXTRAS = len(ARRAYS) - 3  # what attention takes besides q, k and v
-
-
-@dataclass(frozen=True)
-class _Outline:
-    """Shape and dtype of an array that is not computed yet, so that arguments are checked at the call."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
-def forward(
-    backend: Backend, query: Array, key: Array | None, value: Array | None, *rest: Array, settings: Settings,
-    heads: int, kv_heads: int, value_is_query: bool,
-) -> tuple[Array, tuple[Any, ...]]:  # fmt: skip
-    """Project, split into heads, attend, join the heads, project."""
-    xp, extras, parameters = backend.namespace(), rest[:EXTRAS], rest[EXTRAS:]
-    q_w, k_w, v_w, out_w, q_b, k_b, v_b, out_b = parameters
-    of_key, of_value = sources(query, key, value, value_is_query)
-    q, _ = _linear.forward(backend, query, q_w, q_b)  # (…, n_q, H·d_k)
-    k, _ = _linear.forward(backend, of_key, k_w, k_b)  # (…, n_k, H_kv·d_k)
-    v, _ = _linear.forward(backend, of_value, v_w, v_b)  # (…, n_k, H_kv·d_v)
-    q, k, v = split_heads(xp, q, heads), split_heads(xp, k, kv_heads), split_heads(xp, v, kv_heads)
-    out, attention_saved = _attention.forward(backend, q, k, v, *extras, settings=settings)  # (…, H, n_q, d_v)
-    y, _ = _linear.forward(backend, join_heads(xp, out), out_w, out_b)  # (…, n_q, d_model)
-    return y, (query, key, value, *parameters, *attention_saved)
-
-
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Any, ...], *, settings: Settings, heads: int, kv_heads: int,
-    value_is_query: bool, inputs: bool = True,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Reverse each line; the gradients of query, key and value, then attention's, then the parameters'."""
-    xp, (query, key, value), parameters, attention_saved = backend.namespace(), saved[:3], saved[3:11], saved[11:]
-    q_w, k_w, v_w, out_w, q_b, k_b, v_b, out_b = parameters
-    # y = join(out) W + b
-    out = attention_saved[-2]
-    djoined, dout_w, dout_b = _linear.backward(backend, dy, (join_heads(xp, out), out_w, out_b))
-    dout = split_heads(xp, djoined, heads)  # (…, H, n_q, d_v)
-    dq, dk, dv, *dextras = _attention.backward(backend, dout, attention_saved, settings=settings)
-    # q, k, v = query W + b, key W + b, value W + b
-    dq, dk, dv = join_heads(xp, dq), join_heads(xp, dk), join_heads(xp, dv)
-    of_key, of_value = sources(query, key, value, value_is_query)
-    dquery, dq_w, dq_b = _linear.backward(backend, dq, (query, q_w, q_b), inputs=inputs)
-    dkey, dk_w, dk_b = _linear.backward(backend, dk, (of_key, k_w, k_b), inputs=inputs)
-    dvalue, dv_w, dv_b = _linear.backward(backend, dv, (of_value, v_w, v_b), inputs=inputs)
-    if inputs:  # each has the sum over the paths that used it
-        if value is None and value_is_query:
-            dquery, dvalue = dquery + dvalue, None
-        elif value is None:
-            dkey, dvalue = dkey + dvalue, None
-        if key is None:
-            dquery, dkey = dquery + dkey, None
-    return (dquery, dkey, dvalue, *dextras, dq_w, dk_w, dv_w, dout_w, dq_b, dk_b, dv_b, dout_b)
-
-
-def sources(query: Array, key: Array | None, value: Array | None, value_is_query: bool) -> tuple[Array, Array]:
-    """Return what keys and values are made of: a key that is None is the query, a value the query or the key."""
-    key = query if key is None else key
-    return key, value if value is not None else query if value_is_query else key
-
-
-def split_heads(xp: Any, x: Array, heads: int) -> Array:
-    """(…, n, H·d) → (…, H, n, d)."""
-    x = xp.reshape(x, (*x.shape[:-1], heads, x.shape[-1] // heads))
-    lead = tuple(range(x.ndim - 3))
-    return xp.permute_dims(x, (*lead, x.ndim - 2, x.ndim - 3, x.ndim - 1))
-
-
-def join_heads(xp: Any, x: Array) -> Array:
-    """(…, H, n, d) → (…, n, H·d)."""
-    lead = tuple(range(x.ndim - 3))
-    x = xp.permute_dims(x, (*lead, x.ndim - 2, x.ndim - 3, x.ndim - 1))
-    return xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
-
-
-def _expect_matching(query: Array, key: Array, value: Array) -> None:
-    """Require what attention requires of q, k and v, under the names and in the shapes that the caller knows."""
-    if value.shape[-2] != key.shape[-2]:
-        raise ShapeError(f"value: expected key's n_k={key.shape[-2]} rows, got {tuple(value.shape)}")
-    try:
-        np.broadcast_shapes(*(tuple(x.shape[:-2]) for x in (query, key, value)))
-    except ValueError:
-        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
-
-
-def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
-    """Choose the attention kernel, from the problem's sizes and the inputs' dtype."""
-    return {**static, **_attention.prepare(place, arrays, {"settings": static["settings"]})}
 
 
 class MultiHeadAttention(Layer):
@@ -135,6 +44,18 @@ class MultiHeadAttention(Layer):
         Whether the four projections have biases; they start at zero.
     scale : float or "model", optional
         Of the scores: default 1/√d_k; "model" is 1/√d_model.
+    rotary : bool or dict
+        Whether queries and keys are turned by their positions, and how: the settings ``base``, ``dim``,
+        ``interleaved`` and ``scaling`` of :func:`polyattn.functional.rotary_embedding`. Keys stand at 0, 1, …,
+        queries from ``q_offset`` on, unless ``positions`` are given at the call.
+    qk_norm : {"rms", "layer"}, optional
+        Normalise each head of queries and keys before they are turned, with a learnt gain.
+    qk_norm_eps : float
+        Added to the mean square or the variance, inside the root.
+    sinks : bool
+        Whether each head has a learnt sink, a logit that takes weight and gives no value; they start at zero.
+    window : (left, right), optional
+        How far a query sees where the call does not say.
     init : {"xavier_uniform", "normal"}
         Distribution of the weights: uniform within ±√(6/(in + out)), or normal with deviation 1/√in.
     seed : int
@@ -151,7 +72,10 @@ class MultiHeadAttention(Layer):
     Notes
     -----
     Parameters: ``q_proj.weight`` (d_model, H·d_k), ``k_proj.weight`` (d_model, H_kv·d_k), ``v_proj.weight``
-    (d_model, H_kv·d_v), ``out_proj.weight`` (H·d_v, d_model), and a ``.bias`` of each.
+    (d_model, H_kv·d_v), ``out_proj.weight`` (H·d_v, d_model), and a ``.bias`` of each; with the options
+    ``q_norm.weight`` and ``k_norm.weight`` (d_k,), and ``sinks`` (H,).
+    Rotary: Su et al. (2021). Query-key norm: Henry et al., "Query-key normalization for transformers" (2020), here
+    with gains as in Qwen3 and Gemma 3. Sinks: Xiao et al. (2023), as in gpt-oss.
 
     Examples
     --------
@@ -164,14 +88,15 @@ class MultiHeadAttention(Layer):
     ((2, 5, 16), (2, 5, 16), (16, 16))
     """
 
-    _operation = Operation("MultiHeadAttention", forward, backward, prepare)
-    _slots = (*(f"{name}.weight" for name in PROJECTIONS), *(f"{name}.bias" for name in PROJECTIONS))
+    _operation = Operation("MultiHeadAttention", _multi_head.forward, _multi_head.backward, _multi_head.prepare)
+    _slots = _multi_head.PARAMETERS
 
     def __init__(
         self, d_model: int = 512, num_heads: int = 8, num_kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, *, bias: bool = True, scale: float | str | None = None,
-        init: str = "xavier_uniform", seed: int = 0, dtype: str = "float32", backend: str | None = None,
-        device: str | None = None,
+        rotary: bool | Mapping[str, Any] | None = None, qk_norm: str | None = None, qk_norm_eps: float = 1e-6,
+        sinks: bool = False, window: tuple[int | None, int | None] | None = None, init: str = "xavier_uniform",
+        seed: int = 0, dtype: str = "float32", backend: str | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
         d_model, num_heads = checked_sizes(d_model=d_model, num_heads=num_heads)
         if head_dim is None and d_model % num_heads:
@@ -189,12 +114,19 @@ class MultiHeadAttention(Layer):
             raise ShapeError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {self.num_kv_heads}")
         if scale not in (None, "model") and not (is_number(scale) and math.isfinite(float(scale))):
             raise ArgumentError(f"scale: expected a number, 'model' or None, got {scale!r}")
-        self.bias, self.scale = bool(bias), scale
+        self.bias, self.scale, self.sinks = bool(bias), scale, bool(sinks)
+        self.rotary, self._rotation = checked_rotary(rotary, self.head_dim)
+        self.qk_norm = None if qk_norm is None else _norm.checked_norm("qk_norm", qk_norm)
+        self.qk_norm_eps = checked_eps(qk_norm_eps)
+        self.window = None if window is None else checked(*(Outline((1, 1), "float32"),) * 3, window=window)[1].window
         super().__init__(self._initial(init, seed), dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
         """Return the arguments that make a layer of the same architecture."""
-        names = ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias", "scale")
+        names = (
+            "d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias", "scale", "rotary", "qk_norm",
+            "qk_norm_eps", "sinks", "window",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def __call__(self, query: Array, key: Array | None = None, value: Array | None = None, **arguments: Any) -> Array:
@@ -208,7 +140,9 @@ class MultiHeadAttention(Layer):
             What is attended to; alone it gives the values as well.
         value : array (…, n_k, d_model), optional
         **arguments
-            As in :func:`polyattn.attention`, without scale and backend.
+            As in :func:`polyattn.attention`, without scale and backend, and without sinks where the layer has its
+            own. With rotary also ``positions``: integers (…, n) of the rows of ``query``, or a pair of those of
+            ``query`` and those of ``key``.
 
         Returns
         -------
@@ -232,21 +166,51 @@ class MultiHeadAttention(Layer):
         dinputs, grads = self._pull(dy, cache, AttentionInputs._fields, inputs=inputs)
         return AttentionInputs(*dinputs), {name: grads[name] for name in self._parameters}
 
+    def decode(self, query: Array, cache: KeyValues, **arguments: Any) -> tuple[Array, KeyValues]:
+        """Return the result for the next positions of a text, and the cache with their keys and values.
+
+        Parameters
+        ----------
+        query : array (B, n, d_model)
+            They stand at ``cache.position``, in each entry of the batch.
+        cache : KVCache, PagedKVCache or SlidingKVCache
+            With ``num_kv_heads``, ``head_dim``, ``value_dim`` and the dtype of the layer, on its backend. It is
+            consumed.
+        **arguments
+            Of the cache's ``attention``: softcap, mask, …; causal is True. Arrays are of the layer's library.
+
+        Returns
+        -------
+        array (B, n, d_model), and the cache
+            Token by token what the layer's call with ``causal=True`` gives of the whole. No gradient is recorded.
+        """
+        arguments = self._decoding(cache, self._place, arguments)
+        self._expect_inputs(query, None, None)
+        trip, native = self._embark({"query": query}), self._place.backend
+        with native.scope():
+            y, following = _decode.attend(native, trip.arrays[0], self._parameters, cache, self._plan(), arguments)
+        return trip.back(y, "MultiHeadAttention"), following
+
     def attention_weights(self, query: Array, key: Array | None = None, **arguments: Any) -> Array:
         """Return the weights (…, H, n_q, n_k) that each head gives, before dropout; for looking at."""
         inputs, static = self._sorted(query, key, None, arguments)
         trip = self._embark(inputs)
         native, parameters = self._place.backend, self._parameters
         settings = static["settings"]._replace(device=self._place.device)
-        query, key, _, *extras = trip.arrays
+        (query, key, _), (*extras, q_at, k_at) = trip.arrays[:3], trip.arrays[3:]
         of_key, _ = sources(query, key, None, False)
-        xp = native.namespace()
+        plan, start = static["plan"], start_of(settings, tuple(extras))
         with native.scope():
             heads = []
-            for name, x, count in (("q", query, self.num_heads), ("k", of_key, self.num_kv_heads)):
+            for name, x, count, at, first in (
+                ("q", query, self.num_heads, q_at, start), ("k", of_key, self.num_kv_heads, k_at, 0)
+            ):  # fmt: skip
                 weight, bias = parameters[f"{name}_proj.weight"], parameters.get(f"{name}_proj.bias")
-                heads.append(split_heads(xp, _linear.forward(native, x, weight, bias)[0], count))
-            weights, _ = _attention_weights.forward(native, *heads, None, *extras, settings=settings)
+                projected, _ = _linear.forward(native, x, weight, bias)
+                gain = parameters.get(f"{name}_norm.weight")
+                heads.append(_heads.forward(native, projected, count, gain, at, first, plan)[0])
+            others = with_sinks(tuple(extras), parameters.get("sinks"))
+            weights, _ = _attention_weights.forward(native, *heads, None, *others, settings=settings)
         return trip.back(weights, "attention_weights")
 
     def _initial(self, init: str, seed: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -262,13 +226,53 @@ class MultiHeadAttention(Layer):
             parameters[f"{name}.weight"] = initial_weight(rng, init, fan_in, fan_out)
             if self.bias:
                 parameters[f"{name}.bias"] = np.zeros(fan_out)
+        if self.qk_norm is not None:
+            parameters |= {name: np.ones(self.head_dim) for name in ("q_norm.weight", "k_norm.weight")}
+        if self.sinks:
+            parameters["sinks"] = np.zeros(self.num_heads)
         return parameters
 
     def _sorted(
         self, query: Array, key: Array | None, value: Array | None, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check the call, and return its arrays in the operation's order and its static settings."""
-        expect_keywords(type(self).__name__, arguments, "scale")
+        positions = arguments.pop("positions", None)
+        expect_keywords(type(self).__name__, arguments, "scale", *(("sinks",) if self.sinks else ()))
+        key, value, value_is_query = self._expect_inputs(query, key, value)
+        of_key, of_value = sources(query, key, value, value_is_query)
+        q_positions, k_positions = checked_positions(positions, query, key, self._rotation is not None)
+        arrays, settings = checked(
+            self._outline(query, self.num_heads, self.head_dim),
+            self._outline(of_key, self.num_kv_heads, self.head_dim),
+            self._outline(of_value, self.num_kv_heads, self.value_dim),
+            scale=self._scale(),
+            **{"window": self.window, **arguments},
+        )
+        if self._rotation is not None and positions is None and arrays["q_offset"] is not None:
+            expect_broadcastable("q_offset", arrays["q_offset"], tuple(query.shape[:-2]), "query's leading axes")
+        extras = {name: arrays[name] for name in ARRAYS[3:]}
+        places = {"positions": q_positions, "positions of the key": k_positions}
+        inputs = {"query": query, "key": key, "value": value, **extras, **places}
+        return inputs, {"settings": settings, "plan": self._plan(value_is_query)}
+
+    def _plan(self, value_is_query: bool = False) -> Plan:
+        return Plan(
+            self.num_heads, self.num_kv_heads, value_is_query, self.qk_norm, self.qk_norm_eps, self._rotation,
+            self.sinks,
+        )  # fmt: skip
+
+    def _scale(self) -> float | None:
+        return 1 / math.sqrt(self.d_model) if isinstance(self.scale, str) else self.scale
+
+    def _decoding(self, cache: Any, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Check what the layer is to decode with, and return the arguments of the cache's attention."""
+        own = _decode.checked_arguments(type(self).__name__, cache, place, arguments, self.window, self.sinks)
+        return {**own, "scale": self._scale()}
+
+    def _expect_inputs(
+        self, query: Array, key: Array | None, value: Array | None
+    ) -> tuple[Array | None, Array | None, bool]:
+        """Check the inputs; return key and value, None for one given before, and whether the value is the query."""
         expect_rank("query", query, 2)
         key = None if key is query else key
         of_key, of_value = sources(query, key, value, False)
@@ -280,21 +284,9 @@ class MultiHeadAttention(Layer):
                 expect_rank(name, x, 2)
                 if x.shape[-1] != self.d_model:
                     raise ShapeError(f"{name}: expected (…, n, {self.d_model}), got {tuple(x.shape)}")
-        _expect_matching(query, of_key, of_value)
-        arrays, settings = checked(
-            self._outline(query, self.num_heads, self.head_dim),
-            self._outline(of_key, self.num_kv_heads, self.head_dim),
-            self._outline(of_value, self.num_kv_heads, self.value_dim),
-            scale=1 / math.sqrt(self.d_model) if isinstance(self.scale, str) else self.scale,
-            **arguments,
-        )
-        extras = {name: arrays[name] for name in ARRAYS[3:]}
-        static = {
-            "settings": settings, "heads": self.num_heads, "kv_heads": self.num_kv_heads,
-            "value_is_query": value_is_query,
-        }  # fmt: skip
-        return {"query": query, "key": key, "value": value, **extras}, static
+        expect_matching(query, of_key, of_value)
+        return key, value, value_is_query
 
     @staticmethod
-    def _outline(x: Array, heads: int, dim: int) -> _Outline:
-        return _Outline((*x.shape[:-2], heads, x.shape[-2], dim), x.dtype)
+    def _outline(x: Array, heads: int, dim: int) -> Outline:
+        return Outline((*x.shape[:-2], heads, x.shape[-2], dim), x.dtype)

@@ -14,6 +14,7 @@ RNG = np.random.default_rng(17)
 PREDICTION, TARGET = RNG.standard_normal((2, 4, 6)), RNG.standard_normal((2, 4, 6))
 LOGITS = RNG.standard_normal((2, 4, 5)) * 3
 LABELS = np.array([[0, 2, 4, 2], [1, 2, 3, 0]])
+SHARES = RNG.random((2, 4, 5))
 WEIGHT = np.array([0.5, 1.0, 2.0, 0.25, 3.0])
 OPTIONS = [
     {"reduction": reduction, **ignored}
@@ -68,6 +69,52 @@ def test_cross_entropy(make: Any, to_np: Any, dtype: Any, options: Any, weighted
     assert_close(to_np(grads.weight), dweight, dtype, what="gradient of weight")
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_of_probabilities(make: Any, to_np: Any, dtype: Any, reduction: Any, weighted: Any) -> None:
+    """A label that is a share of each class is the sum over the classes, each the label of its share."""
+    logits, labels, weight = make(LOGITS, dtype), make(SHARES, dtype), make(WEIGHT, dtype) if weighted else None
+    loss, cache = F.cross_entropy_forward(logits, labels, weight=weight, reduction=reduction)
+    upstream = make(RNG.standard_normal(LABELS.shape) if reduction == "none" else 0.7, dtype)
+    grads = F.cross_entropy_backward(upstream, cache)
+
+    held, host, shares = to_np(logits), to_np(weight) if weighted else np.ones(5), to_np(labels).astype(np.float64)
+    of_rows: Any = {"reduction": "none"}
+    dlosses = np.broadcast_to(to_np(upstream) / (LABELS.size if reduction == "mean" else 1), LABELS.shape)
+    losses, dlogits, dweight, dlabels = (
+        np.zeros(LABELS.shape),
+        np.zeros(LOGITS.shape),
+        np.zeros(5),
+        np.zeros(LOGITS.shape),
+    )
+    for label in range(5):
+        share, everywhere = shares[..., label], np.full(LABELS.shape, label)
+        of_label = ref.cross_entropy(held, everywhere, weight=host, **of_rows)
+        losses += share * of_label
+        dlabels[..., label] = dlosses * of_label
+        dlogits += ref.cross_entropy_gradient(dlosses * share, held, everywhere, weight=host, **of_rows)
+        dweight += ref.cross_entropy_weight_gradient(dlosses * share, held, everywhere, host, **of_rows)
+    want = losses if reduction == "none" else np.sum(losses) / (LABELS.size if reduction == "mean" else 1)
+    assert_close(to_np(loss), want, dtype)
+    for name, gradient, slope in zip(
+        grads._fields, grads, (dlogits, dlabels, dweight if weighted else None), strict=True
+    ):
+        assert (gradient is None) == (slope is None)
+        if gradient is not None:
+            assert gradient.dtype == logits.dtype
+            assert_close(to_np(gradient), slope, dtype, what=f"gradient of {name}")
+
+
+def test_a_share_of_zero_costs_nothing(make: Any, to_np: Any) -> None:
+    """Not even where the class cannot be."""
+    logits, labels, weight = make([[0.3, -np.inf, 1.2]]), make([[0.25, 0.0, 0.75]]), make([1.0, 2.0, 3.0])
+    loss, cache = F.cross_entropy_forward(logits, labels, weight=weight)
+    want = sum(w * ref.cross_entropy([[0.3, 1.2]], [i]) for i, w in enumerate((0.25, 0.75 * 3)))
+    assert_close(to_np(loss), want)
+    grads = F.cross_entropy_backward(make(1.0), cache)
+    assert to_np(grads.logits)[0, 1] == to_np(grads.weight)[1] == 0.0
+
+
 def test_central_differences(make: Any, to_np: Any) -> None:
     labels = make(LABELS, "int64")
 
@@ -109,6 +156,10 @@ def test_bad_arguments(make: Any) -> None:
         F.cross_entropy(logits, labels, reduction="median")
     with pytest.raises(pa.DTypeError, match="labels"):
         F.cross_entropy(logits, make(LABELS, "float64"))
+    with pytest.raises(pa.DTypeError, match="one dtype"):
+        F.cross_entropy(logits, make(SHARES, "float32"))
+    with pytest.raises(pa.ArgumentError, match="ignore_index"):
+        F.cross_entropy(logits, make(SHARES), ignore_index=2)
     with pytest.raises(pa.ShapeError, match="labels"):
         F.cross_entropy(logits, make(LABELS[:, :3], "int64"))
     with pytest.raises(pa.ShapeError, match="weight"):

@@ -40,6 +40,8 @@ SCALINGS: dict[str, Any] = {
 
 
 def moved(make: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(arguments.get("tables"), tuple):
+        arguments = {**arguments, "tables": tuple(moved(make, {"": x})[""] for x in arguments["tables"])}
     return {name: make(x, str(x.dtype)) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
@@ -73,6 +75,48 @@ def test_scaling(make: Any, to_np: Any, kind: Any, interleaved: Any) -> None:
     hosts = [RNG.standard_normal((2, 6, 64)) for _ in range(2)]
     arguments = {"offset": 900, "base": 5e5, "interleaved": interleaved}
     agree(make, to_np, hosts, "float64", {**arguments, "scaling": ours}, {**arguments, "scaling": theirs})
+
+
+def tables_of(positions: Any, dim: int) -> tuple[Any, Any]:
+    """Return the cosines and sines of positions (…, n), (…, n, dim / 2) each."""
+    angles = np.asarray(positions)[..., None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
+    return np.cos(angles), np.sin(angles)
+
+
+# Tables, and arguments beside them; then what the reference is told.
+TABLES: dict[str, Any] = {
+    "indexed": (tables_of(np.arange(50), 8), {"positions": IDS}, {"positions": IDS}),
+    "indexed-shared": (tables_of(np.arange(50), 8), {"positions": IDS[0].astype(np.uint8)}, {"positions": IDS[0]}),
+    "rows": (tables_of(IDS, 8), {"interleaved": True}, {"positions": IDS, "interleaved": True}),
+    "rows-shared": (tables_of(IDS[0], 8), {}, {"positions": IDS[0]}),
+    "rows-broadcast": (tables_of(IDS[:1], 8), {}, {"positions": IDS[0]}),
+    "partial": (tables_of(np.arange(50), 4), {"positions": IDS}, {"positions": IDS, "dim": 4}),
+    "partial-told": (tables_of(IDS, 6), {"dim": 6, "interleaved": True}, {"positions": IDS, "dim": 6}),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_tables(make: Any, to_np: Any, dtype: Any, case: Any) -> None:
+    """Cosines and sines that are given, of a dtype of their own: one for the row, or for a position."""
+    tables, arguments, said = TABLES[case]
+    said = {**said, "interleaved": arguments.get("interleaved", False)}
+    given = {**arguments, "tables": tuple(make(table, "float32") for table in tables)}
+    agree(make, to_np, (X, DY), dtype if dtype != "float64" else "float32", given, said)
+    if dtype == "float64":
+        agree(make, to_np, (X, DY), dtype, {**arguments, "tables": tuple(make(table) for table in tables)}, said)
+
+
+def test_tables_are_not_read_past_their_end(make: Any, to_np: Any, contract: Any, monkeypatch: Any) -> None:
+    """Refused where the positions can be seen; elsewhere such a position gives zeros."""
+    tables = tuple(make(table) for table in tables_of(np.arange(3), 8))
+    x, ids = make(X[0]), make([0, 1, 2, 3, -1], "int32")
+    if contract.on_host(ids):
+        with pytest.raises(pa.ArgumentError, match=r"positions: expected integers in \[0, 3\), got 3"):
+            F.rotary_embedding(x, positions=ids, tables=tables)
+    monkeypatch.setattr(type(contract), "on_host", lambda self, x: False)  # as on a device, or in a trace
+    y = to_np(F.rotary_embedding(x, positions=ids, tables=tables))
+    assert_close(y[:, :3], ref.rotary_embedding(X[0])[:, :3])
+    assert not y[:, 3:].any()
 
 
 def test_central_differences(make: Any, to_np: Any) -> None:
@@ -160,6 +204,21 @@ BAD: dict[str, Any] = {
     "positions-type": ((4, 8), {"positions": [0, 1, 2, 3]}, pa.DTypeError, "positions: "),
     "positions-length": ((4, 8), {"positions": np.ones(3, np.int32)}, pa.ShapeError, "positions: .*4 rows"),
     "positions-batch": ((2, 3, 4, 8), {"positions": np.ones((3, 4), np.int32)}, pa.ShapeError, "positions: "),
+    "tables-one": ((4, 8), {"tables": np.ones((4, 4))}, pa.ArgumentError, "tables: expected a pair"),
+    "tables-dtype": ((4, 8), {"tables": (np.ones((4, 4), int),) * 2}, pa.DTypeError, "cos: expected a floating"),
+    "tables-differ": ((4, 8), {"tables": (np.ones((4, 4)), np.ones((4, 3)))}, pa.ShapeError, "sin: expected shape"),
+    "tables-wide": ((4, 8), {"tables": (np.ones((4, 5)),) * 2}, pa.ShapeError, "dim: .*8 features, got 10"),
+    "tables-rows": ((4, 8), {"tables": (np.ones((5, 4)),) * 2}, pa.ShapeError, "tables: .*4 of x"),
+    "tables-batch": ((2, 3, 4, 8), {"tables": (np.ones((3, 4, 4)),) * 2}, pa.ShapeError, "tables: .*broadcasts"),
+    "tables-rank": (
+        (4, 8),
+        {"tables": (np.ones((1, 4, 4)),) * 2, "positions": np.ones(4, np.int32)},
+        pa.ShapeError,
+        "tables: .*m",
+    ),
+    "tables-dim": ((4, 8), {"tables": (np.ones((4, 4)),) * 2, "dim": 6}, pa.ShapeError, "tables: .*dim=6"),
+    "tables-offset": ((4, 8), {"tables": (np.ones((4, 4)),) * 2, "offset": 1}, pa.ArgumentError, "tables: .*offset"),
+    "tables-base": ((4, 8), {"tables": (np.ones((4, 4)),) * 2, "base": 9.0}, pa.ArgumentError, "tables: .*base"),
     "both": ((4, 8), {"positions": np.ones(4, np.int32), "offset": 1}, pa.ArgumentError, "offset: "),
 }
 

@@ -39,6 +39,7 @@ from ._layers import multi_head_attention, multi_head_attention_gradients
 from ._norms import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
 from ._optim import adamw, sgd
 from ._rotary import rotary_embedding, rotary_embedding_gradient, rotary_frequencies
+from ._transformer import transformer_attention, transformer_block
 
 __all__ = [
     "AttentionAnswer",
@@ -83,4 +84,6 @@ __all__ = [
     "swiglu",
     "swiglu_gradients",
     "threefry2x32",
+    "transformer_attention",
+    "transformer_block",
 ]

@@ -1,0 +1,41 @@
+"""Writing at a traced position into memory that is read afterwards, once and in place."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from polyattn.backend import Array
+
+__all__ = ["write"]
+
+
+def write(x: Array, value: Array, start: Array, axis: int) -> Array:
+    """Return ``x`` with ``value`` written from ``start`` on; a donated ``x`` is reused.
+
+    On the CPU, XLA takes a write for so little that it repeats it for each use of its result, on a copy of ``x``
+    each (jaxlib 0.10: ten times the time of a decoding step). It does not repeat a loop whose length it cannot know.
+    """
+    return lax.platform_dependent(
+        x, value, start, cpu=functools.partial(_written_once, axis), default=functools.partial(_written, axis)
+    )
+
+
+def _written(axis: int, x: Array, value: Array, start: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, value, start, axis)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _written_once(axis: int, x: Array, value: Array, start: Array) -> Array:
+    once = lax.select(start >= 0, np.int32(1), np.int32(0))
+    return lax.fori_loop(np.int32(0), once, lambda _, y: _written(axis, y, value, start), x)
+
+
+@_written_once.defjvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
+def _written_once_jvp(axis: int, primals: Any, tangents: Any) -> Any:
+    """Differentiate the plain write: JAX does not differentiate a loop of computed length in reverse."""
+    return jax.jvp(functools.partial(_written, axis), primals, tangents)

@@ -1,0 +1,163 @@
+"""Attention in forward mode: the result, and how it moves with the inputs. The formulas are ``kernels/_jvp.py``'s."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..backend import Array, Backend, Place, dtype_name
+from ..errors import ArgumentError
+from ..kernels import Problem, cast
+from ..kernels._jvp import Tangents, jvp
+from ._arguments import ARRAYS, Settings, checked_call, make_problem
+from ._attention import forward, prepare
+from ._operation import embark, expect_dtype, expect_shape, shown
+
+__all__ = ["attention_jvp"]
+
+
+def attention_jvp(
+    q: Array, k: Array, v: Array, tangents: Sequence[Array | None], *, mask: Array | None = None,
+    bias: Array | None = None, causal: bool = False, q_offset: int | Array | None = None,
+    window: tuple[int | None, int | None] | None = None, key_lengths: int | Array | None = None,
+    segment_ids: tuple[Array, Array] | None = None, scale: float | None = None, softcap: float | None = None,
+    sinks: Array | None = None, dropout: float = 0.0, seed: int | Array | None = None, return_lse: bool = False,
+    backend: str | None = None, kernel: str | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
+    r"""Return attention and its derivative along a direction: a Jacobian-vector product, in linear memory.
+
+    With weights :math:`P = \exp(S - \mathrm{lse})`, scores :math:`S = \mathrm{softcap}(s) + \mathrm{bias}`,
+    :math:`s = \mathrm{scale} \cdot q k^\top`, and a dot for a derivative along the tangents,
+
+    .. math::
+
+        \dot s &= \mathrm{scale} \cdot (\dot q k^\top + q \dot k^\top), &
+        \dot S &= \mathrm{softcap}'(s) \odot \dot s + \dot{\mathrm{bias}}, \\
+        \dot{\mathrm{lse}} &= \mathrm{rowsum}(P \odot \dot S) + p_0 \odot \dot{\mathrm{sinks}}, &
+        \dot o &= (P \odot (\dot S - \dot{\mathrm{lse}}))\, v + P \dot v,
+
+    where :math:`p_0` is the weight of the sink; dropout multiplies the weights in both terms of the last line.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in :func:`polyattn.attention`, which explains the other arguments too.
+    tangents : tuple of arrays or None, in the order (q, k, v, bias, sinks)
+        How each argument moves: an array of its shape and dtype. None, or leaving out the last ones, says that it
+        stands still. For a bias of relative positions it is its table that moves.
+    return_lse : bool
+        Whether to return the log-sum-exp and its derivative as well.
+    backend, kernel : str, optional
+        Where to compute, and the kernel of the forward; the derivative is computed tile by tile whatever the kernel.
+
+    Returns
+    -------
+    out, out_dot : array (…, H, n_q, d_v)
+        The result, and its derivative along the tangents: in the inputs' dtype, with sums in float32 at least.
+        What stands at an excluded key, in the inputs or in the tangents, does not reach them.
+    lse, lse_dot : array (…, H, n_q)
+        With ``return_lse``: the log of Σ exp(score), in float32 or float64, and its derivative. In a row that may
+        attend to nothing they are −inf and 0.
+
+    Raises
+    ------
+    ArgumentError, ShapeError, DTypeError
+        If a tangent is not like its argument, or is of one that is not there, besides what
+        :func:`polyattn.attention` raises.
+    BackendMismatchError, UnknownBackendError, BackendUnavailableError, KernelUnsupportedError
+        As in :func:`polyattn.attention`.
+
+    Notes
+    -----
+    No library's graph is recorded: the results are constants to torch's autograd.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> q, k, v = np.ones((1, 2)), np.eye(2), np.array([[1.0], [3.0]])
+    >>> out, out_dot = pa.attention_jvp(q, k, v, (None, None, np.ones((2, 1))))
+    >>> out, out_dot
+    (array([[2.]]), array([[1.]]))
+    """
+    arrays, settings = checked_call(
+        q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
+        segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
+    )  # fmt: skip
+    given = in_order(tangents, "tangents", {name: arrays[name] for name in Tangents._fields})
+    for name, x in given.items():
+        if x is not None:
+            like = arrays[name.removeprefix("tangents.")]
+            expect_dtype(dtype_name(like.dtype), "its argument's", **{name: x})  # type: ignore[union-attr]  # it is there
+            expect_shape(name, x, tuple(like.shape))  # type: ignore[union-attr]
+    trip = embark(arrays | given, backend)
+    native, inputs, moved = trip.place.backend, trip.arrays[: len(ARRAYS)], Tangents(*trip.arrays[len(ARRAYS) :])
+    settings = prepare(trip.place, inputs, {"settings": settings})["settings"]
+    with native.scope():
+        out, (*_, lse) = forward(native, *inputs, settings=settings)
+        out_dot, lse_dot = compiled(_tangents, native, inputs, settings)(moved, out, lse)
+    results = {"out": out, "out_dot": out_dot} | ({"lse": lse, "lse_dot": lse_dot} if return_lse else {})
+    return tuple(trip.back(x, name) for name, x in results.items())
+
+
+def in_order(given: Any, what: str, arguments: Mapping[str, Array | None]) -> dict[str, Array | None]:
+    """Return what was given for each argument under its name in messages, None for what was left out."""
+    if not isinstance(given, tuple | list) or len(given) > len(arguments):
+        raise ArgumentError(
+            f"{what}: expected a tuple in the order ({', '.join(arguments)}), None for what is not given, got "
+            + (f"{len(given)} entries" if isinstance(given, tuple | list) else shown(given))
+        )
+    entries = dict.fromkeys(arguments) | dict(zip(arguments, given, strict=False))
+    for name, x in entries.items():
+        if x is not None and arguments[name] is None:
+            raise ArgumentError(
+                f"{what}.{name}: expected None, since the call has no {name} of numbers, got {shown(x)}"
+            )
+    return {f"{what}.{name}": x for name, x in entries.items()}
+
+
+def compiled(
+    function: Callable[..., Any], native: Backend, inputs: Sequence[Array | None], settings: Settings
+) -> Callable[..., Any]:
+    """Return ``function(problem, (q, k, v), *more)`` for arrays ``more``, compiled where the library compiles.
+
+    The seed is an operand: a new one compiles nothing.
+    """
+    *others, seed = inputs
+    if settings.seed is not None and -(2**31) <= settings.seed < 2**31:
+        xp = native.namespace()
+        seed = xp.asarray(settings.seed, dtype=xp.int32, device=native.native_device(settings.device))
+        settings = settings._replace(seed=None)
+    return functools.partial(_compiled(function, native, settings), (*others, seed))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(function: Callable[..., Any], native: Backend, settings: Settings) -> Callable[..., Any]:
+    """Return the function with everything static bound."""
+
+    def run(inputs: tuple[Array | None, ...], *more: Any) -> Any:
+        problem = make_problem(Place(native, settings.device), inputs, settings)
+        return function(problem, inputs[:3], *more)
+
+    return native.jit(run)
+
+
+def with_head(x: Array | None) -> Any:
+    """Return an array of queries, keys or values with a head axis."""
+    return x[None, ...] if x is not None and x.ndim == 2 else x
+
+
+def with_heads(moved: Tangents) -> Tangents:
+    """Return tangents of queries, keys and values with a head axis."""
+    return moved._replace(q=with_head(moved.q), k=with_head(moved.k), v=with_head(moved.v))
+
+
+def _tangents(
+    problem: Problem, inputs: tuple[Array, Array, Array], moved: Tangents, out: Array, lse: Array
+) -> tuple[Array, Array]:
+    """Return the tangents of out and lse, in their shapes and dtypes."""
+    xp = problem.xp
+    q, k, v = (with_head(x) for x in inputs)
+    result = jvp(q, k, v, with_heads(moved), with_head(out), xp.reshape(lse, problem.sizes.scores[:-1]), problem)
+    out_dot, lse_dot = xp.reshape(result.out_dot, out.shape), xp.reshape(result.lse_dot, lse.shape)
+    return cast(xp, out_dot, out.dtype), cast(xp, lse_dot, lse.dtype)

@@ -1,0 +1,135 @@
+"""The backward of attention's backward, tile by tile in linear memory.
+
+The gradients that the backward gives are those of L = ⟨dout, out⟩ + ⟨dlse, lse⟩. Contracted with cotangents u of
+dq, dk, dv, dbias and dsinks they are the slope of L along u,
+
+    φ = ⟨u, ∇L⟩ = ⟨dout, out'⟩ + ⟨dlse, lse'⟩,
+
+where a prime (``_dot`` in the code) is the derivative along u: out' and lse' are the tangents of ``_jvp.py`` for u. So
+
+    ∂φ/∂dout = out',   ∂φ/∂dlse = lse',   ∂φ/∂(q, k, v, bias, sinks) = (∇∇L) u = (∇L)',
+
+the last because second derivatives commute: what the backward's own lines become when their inputs move along u while
+dout and dlse stand still. In the order of the backward, with the names of ``_jvp.py``, and the lines of the backward
+(left) beside their derivatives::
+
+    dv = (D ⊙ P)ᵀ dout                          dv' = (D ⊙ P')ᵀ dout              P' = P ⊙ (S' − lse')
+    δ  = dlse − rowsum(dout ⊙ out)              δ'  = − rowsum(dout ⊙ out')
+    C  = D ⊙ (dout vᵀ) + δ                      C'  = D ⊙ (dout v'ᵀ) + δ'
+    dS = P ⊙ C                                  dS' = P' ⊙ C + P ⊙ C'
+    dsinks = Σ p₀ ⊙ δ                           dsinks' = Σ p₀ ⊙ ((sinks' − lse') ⊙ δ + δ')
+    dbias = Σ dS                                dbias' = Σ dS'
+    ds = g ⊙ dS,  g = 1 − (t / softcap)²        ds' = g ⊙ dS' − 2 t ⊙ t' / softcap² ⊙ dS
+    dq = scale · ds k                           dq' = scale · (ds' k + ds k')
+    dk = scale · dsᵀ q                          dk' = scale · (ds'ᵀ q + dsᵀ q')
+
+A first pass over the tiles gives out' and lse' (and from them δ'), a second one the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ._arrays import Array, cast, unbroadcast, wide, widen
+from ._exclusion import matmul_excluding
+from ._jvp import (
+    MovingScores,
+    Operands,
+    Tangents,
+    bias_tangent,
+    dropout_of,
+    jvp,
+    moving_scores,
+    only,
+    operands,
+    product_tangent,
+    sink_weights,
+    sinks_tangent,
+)
+from ._plain import bias_gradient, row_sum, sum_heads, transposed
+from ._problem import Problem
+from ._tiled import Tile, add_at, cut, over_tiles, with_wide_bias
+
+
+class Rows(NamedTuple):
+    """What a tile is told of its rows of queries."""
+
+    dout: Array  # (…, H, n_q, d_v)
+    shift: Array  # dlse − rowsum(dout ⊙ out), (…, H, n_q)
+    shift_dot: Array
+    lse: Array
+    lse_dot: Array
+
+
+ROW_AXES = (-2, -1, -1, -1, -1)
+"""The axis of the queries in each."""
+
+
+def backward_vjp(
+    cotangents: Tangents, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array,
+    problem: Problem,
+) -> tuple[Array, Array, Tangents]:  # fmt: skip
+    """Return the cotangents of dout, of dlse, and of the inputs: None for what the problem does not have."""
+    xp, bias = problem.xp, problem.bias_array
+    first = jvp(q, k, v, cotangents, out, lse, problem)
+    dout = widen(xp, dout)
+    shift, shift_dot = -row_sum(xp, dout, first.out), -row_sum(xp, dout, first.out_dot)  # (…, H, n_q)
+    if dlse is not None:
+        shift = shift + cast(xp, dlse, shift.dtype)
+    row = Rows(dout, shift, shift_dot, lse, first.lse_dot)
+    totals = tuple(None if x is None else xp.zeros_like(x, dtype=wide(xp, x.dtype)) for x in (q, k, v, bias))
+
+    def body(carry: Any, tile: Tile, part: Problem) -> Any:
+        part = with_wide_bias(part)
+        x = operands(q, k, v, cotangents, tile, part)
+        row_t = Rows(*(cut(part, y, tile.query, part.sizes.n_q, axis) for y, axis in zip(row, ROW_AXES, strict=True)))
+        moving = moving_scores(x, bias_tangent(cotangents.bias, problem, tile, part), row_t.lse, part)
+        q_dot, k_dot, v_dot, bias_dot = tile_vjp(x, row_t, moving, part)
+        k_t, v_t = (cut(part, y, tile.key, part.sizes.n_k, -2) for y in (k, v))
+        parts = (unbroadcast(xp, q_dot, x.q.shape), sum_heads(k_dot, k_t, part), sum_heads(v_dot, v_t, part), bias_dot)
+        of_bias = (tile.query, tile.key) if problem.table is None else (None, None)
+        starts = ((tile.query, None), (tile.key, None), (tile.key, None), of_bias)
+        return tuple(
+            None if total is None else add_at(part, total, y, start)
+            for total, y, start in zip(carry, parts, starts, strict=True)
+        )
+
+    if not problem.sizes.empty:
+        totals = over_tiles(problem, body, totals)
+    given = (None if x is None else cast(xp, y, x.dtype) for x, y in zip((q, k, v, bias), totals, strict=True))
+    return first.out_dot, first.lse_dot, Tangents(*given)._replace(sinks=sinks_vjp(cotangents.sinks, row, problem))
+
+
+def tile_vjp(x: Operands, row: Rows, moving: MovingScores, part: Problem) -> tuple[Array, Array, Array, Array | None]:
+    """Return how the gradients of q, k, v (for every query head) and of the bias move, as far as a tile adds to it."""
+    xp, backend, allowed, drop = part.xp, part.backend, moving.allowed, dropout_of(part)
+    weights_dot = only(moving.weights * (moving.scores_dot - row.lse_dot[..., None]), allowed, part)
+    v_dot = matmul_excluding(backend, xp.matrix_transpose(drop(weights_dot)), row.dout, transposed(xp, allowed))
+
+    centred = drop(xp.matmul(row.dout, xp.matrix_transpose(x.v))) + row.shift[..., None]  # (…, H, n_q, n_k)
+    centred_dot = row.shift_dot[..., None]
+    if x.v_dot is not None:
+        centred_dot = centred_dot + drop(xp.matmul(row.dout, xp.matrix_transpose(x.v_dot)))
+    dscores = only(moving.weights * centred, allowed, part)
+    dscores_dot = only(weights_dot * centred + moving.weights * centred_dot, allowed, part)
+    bias_dot = bias_gradient(dscores_dot, part)
+    if part.softcap is not None:
+        slope = 1 - (moving.capped / part.softcap) ** 2
+        bend = -2 / part.softcap**2 * moving.capped * moving.capped_dot
+        dscores, dscores_dot = (only(y, allowed, part) for y in (slope * dscores, slope * dscores_dot + bend * dscores))
+
+    dscores, dscores_dot = dscores * part.scale, dscores_dot * part.scale
+    q_dot = product_tangent(backend, (dscores, x.k), (dscores_dot, x.k_dot), allowed)  # (…, H, n_q, d_k)
+    by_keys = tuple(xp.matrix_transpose(y) for y in (dscores, dscores_dot))  # (…, H, n_k, n_q)
+    k_dot = product_tangent(backend, (by_keys[0], x.q), (by_keys[1], x.q_dot), transposed(xp, allowed))
+    return q_dot, k_dot, v_dot, bias_dot
+
+
+def sinks_vjp(tangent: Array | None, row: Rows, problem: Problem) -> Array | None:
+    """Return how the gradient of the sinks moves: a sink is one more score, whose weight meets no value."""
+    if problem.sinks is None:
+        return None
+    xp = problem.xp
+    moved = -row.lse_dot if tangent is None else sinks_tangent(tangent, problem) - row.lse_dot
+    each = sink_weights(row.lse, problem) * (moved * row.shift + row.shift_dot)  # (…, H, n_q)
+    return cast(xp, xp.sum(each, axis=tuple(i for i in range(each.ndim) if i != each.ndim - 2)), problem.sinks.dtype)

@@ -1,0 +1,70 @@
+"""Block-sparse masks: whole blocks of queries and keys that may attend to each other, or not."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ShapeError
+from ._arrays import Array
+from ._masks import as_int32
+from ._problem import Problem, Sizes
+from ._structure import StructuredMask
+
+LEAST = 64  # queries and keys of a tile
+
+
+@dataclass(frozen=True)
+class BlockMask(StructuredMask):
+    """A bit for each block; ``grid`` is (…, H, blocks of queries, blocks of keys), with axes that may be one."""
+
+    grid: tuple[int, ...]
+    bits: bytes
+    block_size: tuple[int, int]
+
+    @functools.cached_property
+    def blocks(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """The bits as an array on the host."""
+        bits = np.frombuffer(self.bits, dtype=np.uint8)
+        return np.unpackbits(bits, count=math.prod(self.grid)).astype(np.bool_).reshape(self.grid)
+
+    def expect_fit(self, sizes: Sizes) -> None:
+        """Require blocks for all queries and keys, the last ones perhaps not filled."""
+        *lead, n_q, n_k = self.grid
+        want = tuple(-(-n // size) for n, size in zip((sizes.n_q, sizes.n_k), self.block_size, strict=True))
+        axes = zip(reversed(lead), reversed((*sizes.batch, sizes.heads)), strict=False)
+        if (n_q, n_k) != want or len(lead) > len(sizes.batch) + 1 or any(n not in (1, m) for n, m in axes):
+            raise ShapeError(
+                f"mask: expected blocks that broadcast to {(*sizes.batch, sizes.heads, *want)} for {sizes.n_q} queries "
+                f"and {sizes.n_k} keys in blocks of {self.block_size}, got {self.grid}"
+            )
+
+    def pairs(self, problem: Problem) -> Array:
+        """Take each pair's block."""
+        xp, blocks = problem.xp, self.blocks
+        lengths = problem.sizes.n_q, problem.sizes.n_k
+        for axis, start, length, size in zip((-2, -1), problem.origin, lengths, self.block_size, strict=True):
+            if isinstance(start, int):  # only the blocks of the tile go to the device
+                blocks = np.take(blocks, np.arange(start // size, (start + length - 1) // size + 1), axis=axis)
+        pairs = problem.backend.asarray(np.array(blocks, order="C"), problem.device, None)
+        for axis, start, length, size in zip((-2, -1), problem.origin, lengths, self.block_size, strict=True):
+            first = start % size if isinstance(start, int) else as_int32(problem, start)
+            places = xp.add(xp.arange(length, dtype=xp.int32, device=problem.native_device), first)
+            pairs = xp.take(pairs, xp.floor_divide(places, size), axis=pairs.ndim + axis)
+        return pairs
+
+    def reach(self, problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
+        """Look at the blocks of the tile."""
+        (rows, columns), blocks = self.block_size, self.blocks
+        tile = blocks[..., i // rows : i_last // rows + 1, j // columns : j_last // columns + 1]
+        return bool(tile.any()), bool(tile.all())
+
+    def tile_lengths(self, n_q: int, n_k: int) -> tuple[int, int]:
+        """Return few blocks to a tile, that more tiles may be left out; as many as make it worth the while."""
+        steps = (math.lcm(size, 4) for size in self.block_size)
+        few_q, few_k = (step * -(-LEAST // step) for step in steps)
+        return min(n_q, few_q), min(n_k, few_k)

@@ -1,0 +1,177 @@
+"""Forward mode: how the result of attention moves with its inputs, tile by tile in linear memory.
+
+With s = scale · q kᵀ, t = softcap(s), S = t + bias, P = exp(S − lse), D the factors of dropout (0 or 1 / (1 − p)),
+p₀ the weight of a sink, and a prime for a tangent (``_dot`` in the code), the lines of the forward are differentiated
+one after the other::
+
+    s'   = scale · (q' kᵀ + q k'ᵀ)
+    t'   = (1 − (t / softcap)²) ⊙ s'
+    S'   = t' + bias'
+    lse' = rowsum(P ⊙ S') + p₀ ⊙ sinks'
+    P'   = P ⊙ (S' − lse')
+    out' = (D ⊙ P') v + (D ⊙ P) v' = (D ⊙ P ⊙ S') v + (D ⊙ P) v' − lse' ⊙ out
+
+In its second form the last line needs lse' only at the end, so that one pass over the tiles gives both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ._arrays import Array, cast, dtype_name, wide, widen
+from ._dropout import keep_mask
+from ._exclusion import matmul_excluding
+from ._plain import attention_scores, normalised, repeat_heads
+from ._problem import Problem
+from ._structure import StructuredBias, bias_pairs
+from ._tiled import Loop, Tile, add_at, cut, over_tiles, part_of
+
+
+class Tangents(NamedTuple):
+    """How each argument moves: an array like it, None where it stands still; for a structured bias its table's."""
+
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+
+
+class Results(NamedTuple):
+    """How out and lse move, and out itself without the rounding to 16 bits; all in float32 at least."""
+
+    out: Array  # (…, H, n_q, d_v)
+    out_dot: Array  # (…, H, n_q, d_v)
+    lse_dot: Array  # (…, H, n_q)
+
+
+class Operands(NamedTuple):
+    """A tile's rows of the inputs and of their tangents, widened; keys and values repeated for every query head."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_dot: Array | None
+    k_dot: Array | None
+    v_dot: Array | None
+
+
+class MovingScores(NamedTuple):
+    """The weights of a tile, and how its scores move."""
+
+    weights: Array  # before dropout
+    scores_dot: Array  # 0 where excluded
+    capped: Array  # after scale and softcap; anything where excluded
+    capped_dot: Array
+    allowed: Array | None
+
+
+def jvp(q: Array, k: Array, v: Array, tangents: Tangents, out: Array, lse: Array, problem: Problem) -> Results:
+    """Return the tangents of out and lse, from the ``(out, lse)`` of any kernel."""
+    xp, sizes = problem.xp, problem.sizes
+    dtype, device, rows = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
+    out_dot = xp.zeros((*rows, sizes.d_v), dtype=dtype, device=device)
+    lse_dot = xp.zeros(rows, dtype=dtype, device=device)
+    again = None if dtype_name(out.dtype) == dtype_name(dtype) else xp.zeros_like(out_dot)  # out, not rounded
+
+    def body(carry: Any, tile: Tile, part: Problem) -> Any:
+        out_dot, lse_dot, again = carry
+        x = operands(q, k, v, tangents, tile, part)
+        lse_t = cut(part, lse, tile.query, part.sizes.n_q, -1)
+        moving = moving_scores(x, bias_tangent(tangents.bias, problem, tile, part), lse_t, part)
+        drop, shares = dropout_of(part), moving.weights * moving.scores_dot  # (…, H, n_q, n_k)
+        weights = drop(moving.weights)
+        out_dot_t = product_tangent(part.backend, (weights, x.v), (drop(shares), x.v_dot), moving.allowed)
+        out_dot = add_at(part, out_dot, out_dot_t, (tile.query, None))
+        lse_dot = add_at(part, lse_dot, xp.sum(shares, axis=-1), (None, tile.query))
+        if again is not None:
+            out_t = matmul_excluding(part.backend, weights, x.v, moving.allowed)
+            again = add_at(part, again, out_t, (tile.query, None))
+        return out_dot, lse_dot, again
+
+    if not sizes.empty:
+        out_dot, lse_dot, again = over_tiles(problem, body, (out_dot, lse_dot, again))
+    if tangents.sinks is not None:
+        lse_dot = lse_dot + cast(xp, sink_weights(lse, problem) * sinks_tangent(tangents.sinks, problem), dtype)
+    out = out if again is None else again
+    return Results(out, out_dot - lse_dot[..., None] * out, lse_dot)
+
+
+def operands(q: Array, k: Array, v: Array, tangents: Tangents, tile: Tile, part: Problem) -> Operands:
+    """Cut a tile's rows out of the inputs and their tangents."""
+
+    def of_queries(x: Array | None) -> Any:
+        return None if x is None else widen(part.xp, cut(part, x, tile.query, part.sizes.n_q, -2))
+
+    def of_keys(x: Array | None) -> Any:
+        return None if x is None else repeat_heads(widen(part.xp, cut(part, x, tile.key, part.sizes.n_k, -2)), part)
+
+    moved = of_queries(tangents.q), of_keys(tangents.k), of_keys(tangents.v)
+    return Operands(of_queries(q), of_keys(k), of_keys(v), *moved)
+
+
+def moving_scores(x: Operands, bias_dot: Array | None, lse: Array, part: Problem) -> MovingScores:
+    """Return the weights of a tile, and the tangent of its scores."""
+    xp = part.xp
+    scores, capped, allowed = attention_scores(x.q, x.k, part)  # (…, H, n_q, n_k)
+    weights = normalised(scores, lse, allowed, part)
+    capped_dot = xp.zeros_like(capped)
+    if x.q_dot is not None:
+        capped_dot = capped_dot + xp.matmul(x.q_dot, xp.matrix_transpose(x.k))
+    if x.k_dot is not None:
+        capped_dot = capped_dot + xp.matmul(x.q, xp.matrix_transpose(x.k_dot))
+    capped_dot = capped_dot * part.scale
+    if part.softcap is not None:
+        capped_dot = capped_dot * (1 - (capped / part.softcap) ** 2)
+    scores_dot = capped_dot if bias_dot is None else capped_dot + cast(xp, bias_dot, capped.dtype)
+    return MovingScores(weights, only(scores_dot, allowed, part), capped, capped_dot, allowed)
+
+
+def product_tangent(
+    backend: Any, factors: tuple[Array, Array], moved: tuple[Array, Array | None], allowed: Array | None
+) -> Array:
+    """Return (a b)' = a' b + a b' over the pairs that are allowed; the second factor may stand still."""
+    (a, b), (a_dot, b_dot) = factors, moved
+    first = matmul_excluding(backend, a_dot, b, allowed)
+    return first if b_dot is None else first + matmul_excluding(backend, a, b_dot, allowed)
+
+
+def bias_tangent(tangent: Array | None, problem: Problem, tile: Tile, part: Problem) -> Array | None:
+    """Cut a tile out of the tangent of a bias; that of a table is spread over the tile as the table is."""
+    if tangent is None:
+        return None
+    of_table = isinstance(problem.bias, StructuredBias)
+    moved = replace(problem, **{"table" if of_table else "bias": tangent}, mask=None, q_segments=None, k_segments=None)
+    return bias_pairs(part_of(moved, tile, Loop(part.sizes.n_q, part.sizes.n_k, True, ())))
+
+
+def dropout_of(part: Problem) -> Callable[[Array], Array]:
+    """Return the inverted dropout of a tile as a function; its bits are drawn once."""
+    xp = part.xp
+    if part.dropout == 0:
+        return lambda x: x
+    if part.dropout == 1:
+        return lambda x: xp.zeros_like(x)
+    keep = keep_mask(part)
+    return lambda x: xp.where(keep, x / (1 - part.dropout), xp.zeros_like(x))
+
+
+def only(x: Array, allowed: Array | None, problem: Problem) -> Array:
+    """Return ``x`` where a pair may attend; elsewhere it may be anything, and 0 takes its place."""
+    return x if allowed is None else problem.xp.where(allowed, x, problem.xp.zeros_like(x))
+
+
+def sink_weights(lse: Array, problem: Problem) -> Array:
+    """Return the weight that every row gives to the sink of its head, ``(…, H, n_q)``."""
+    xp = problem.xp
+    return xp.exp(widen(xp, problem.sinks)[:, None] - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse))
+
+
+def sinks_tangent(tangent: Array, problem: Problem) -> Array:
+    """Return how the sinks move, ``(H, 1)``; one of −inf is none, and stays so."""
+    xp = problem.xp
+    none = xp.equal(problem.sinks, -math.inf)
+    return widen(xp, xp.where(none, xp.zeros_like(tangent), tangent))[:, None]

@@ -1,0 +1,111 @@
+"""Learnt biases by relative position, in buckets that widen with the distance."""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import ShapeError
+from ._arrays import Array, cast, unbroadcast, widen
+from ._masks import as_int32
+from ._problem import Problem, Sizes
+from ._structure import StructuredBias
+
+
+@dataclass(frozen=True)
+class RelativePositionBias(StructuredBias):
+    """table[bucket(position of the key − position of the query)], a column of the table for each head."""
+
+    num_buckets: int
+    bidirectional: bool
+    max_distance: int
+    table: Array | None = field(default=None, compare=False, repr=False)  # (buckets, H)
+
+    def without_table(self) -> RelativePositionBias:
+        """Return what is static of it."""
+        return replace(self, table=None)
+
+    def expect_fit(self, sizes: Sizes) -> None:
+        """Require a column for each head."""
+        shape = None if self.table is None else tuple(self.table.shape)
+        if shape != (self.num_buckets, sizes.heads):
+            raise ShapeError(
+                f"bias: expected a table ({self.num_buckets} buckets, {sizes.heads} heads of the queries), got {shape}"
+            )
+
+    def pairs(self, problem: Problem) -> Array:
+        """Take the values of each distance from the table, and lay them along the diagonals."""
+        return self._spread(problem, problem.table)
+
+    def allowed(self, problem: Problem) -> Array | None:
+        """Look for −inf in the table."""
+        return self._spread(problem, problem.xp.not_equal(problem.table, -math.inf))
+
+    def gradient(self, dscores: Array, problem: Problem) -> Array:
+        """Add up the diagonals, then the distances of each bucket: the lines of ``pairs`` reversed."""
+        xp, heads = problem.xp, problem.sizes.heads
+        buckets = self._buckets(problem)  # (…, distances)
+        values = diagonal_sums(xp, dscores)  # (…, H, distances)
+        values = unbroadcast(xp, values, (*buckets.shape[:-1], *values.shape[-2:]))
+        values = xp.reshape(xp.matrix_transpose(values), (math.prod(buckets.shape), heads))
+        zeros = xp.zeros((self.num_buckets, heads), dtype=values.dtype, device=problem.native_device)
+        index = xp.reshape(buckets, (math.prod(buckets.shape),))
+        dtable = problem.backend.index_add(zeros, index, values)  # (buckets, H)
+        return dtable if problem.table is None else cast(xp, dtable, problem.table.dtype)
+
+    def _spread(self, problem: Problem, table: Any) -> Array:
+        """Return table[bucket] of every pair, ``(…, H, n_q, n_k)``."""
+        xp, buckets = problem.xp, self._buckets(problem)  # (…, distances)
+        values = xp.take(table, xp.reshape(buckets, (math.prod(buckets.shape),)), axis=0)
+        values = xp.matrix_transpose(xp.reshape(values, (*buckets.shape, table.shape[1])))  # (…, H, distances)
+        return along_diagonals(xp, values, problem.sizes.n_q, problem.sizes.n_k)
+
+    def _buckets(self, problem: Problem) -> Array:
+        """Return the bucket of each distance that the problem has, from the last query and first key on."""
+        xp, device = problem.xp, problem.native_device
+        n_q, n_k = problem.sizes.n_q, problem.sizes.n_k
+        steps = xp.arange(1 - n_q, n_k, dtype=xp.int32, device=device)
+        distance = xp.subtract(steps, as_int32(problem, problem.q_offset)[..., None])  # (…, distances)
+        side = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        before = xp.negative(distance)
+        away = xp.abs(distance) if self.bidirectional else xp.where(xp.less(before, 0), xp.zeros_like(before), before)
+        starts = xp.asarray(bucket_starts(side, self.max_distance), dtype=xp.int32, device=device)
+        passed = cast(xp, xp.greater_equal(away[..., None], starts), xp.int32)  # (…, distances, side − 1)
+        bucket = xp.sum(passed, axis=-1, dtype=xp.int32)
+        if self.bidirectional:  # keys after the query have the second half
+            bucket = xp.where(xp.greater(distance, 0), xp.add(bucket, side), bucket)
+        return bucket
+
+
+@functools.lru_cache(maxsize=64)
+def bucket_starts(num_buckets: int, max_distance: int) -> tuple[int, ...]:
+    """Return the least distance of every bucket after the first, in exact integers: the same on every library.
+
+    The first half holds one distance each; bucket e + s of the others, with e exact ones and S of them, starts at
+    e · (max_distance / e)^(s / S), which is the least n with n^S ≥ e^(S − s) · max_distance^s.
+    """
+    exact = num_buckets // 2
+    wide = num_buckets - exact
+    bounds = (exact ** (wide - s) * max_distance**s for s in range(1, wide))
+    return (*range(1, exact + 1), *(bisect_left(range(max_distance + 1), x, key=lambda n: n**wide) for x in bounds))
+
+
+def along_diagonals(xp: Any, x: Array, n_q: int, n_k: int) -> Array:
+    """Return y (…, n_q, n_k) with y[i, j] = x[j − i + n_q − 1]: rows of one period more are a shift of each other."""
+    lead, period = x.shape[:-1], n_q + n_k
+    x = xp.concat([x, x[..., :1]], axis=-1)
+    x = xp.reshape(xp.broadcast_to(x[..., None, :], (*lead, n_q, period)), (*lead, n_q * period))
+    return xp.reshape(x[..., : n_q * (period - 1)], (*lead, n_q, period - 1))[..., n_q - 1 :]
+
+
+def diagonal_sums(xp: Any, dy: Array) -> Array:
+    """Reverse :func:`along_diagonals`: return the sums (…, n_q + n_k − 1) over j − i of ``dy`` (…, n_q, n_k)."""
+    *lead, n_q, n_k = dy.shape
+    period = n_q + n_k
+    dy = xp.flip(widen(xp, dy), axis=-2)
+    dy = xp.concat([dy, xp.broadcast_to(xp.zeros_like(dy[..., :1]), (*lead, n_q, n_q))], axis=-1)
+    dy = xp.reshape(dy, (*lead, n_q * period))[..., : n_q * (period - 1)]
+    return xp.sum(xp.reshape(dy, (*lead, n_q, period - 1)), axis=-2)

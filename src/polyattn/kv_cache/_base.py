@@ -1,0 +1,260 @@
+"""What every cache has in common: where it is bound, what it takes, and how one that was used up is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from .. import registry
+from ..backend import Array, Place, dtype_name
+from ..errors import ArgumentError, ShapeError
+from ..functional._arguments import expect_keywords, static_integer
+from ..functional._operation import (
+    Trip,
+    checked_dtype,
+    embark_for,
+    expect_arrays,
+    expect_dtype,
+    expect_rank,
+    expect_shape,
+    shown,
+)
+from ..selection import Bound, bound
+from ._lengths import known, native, rewound
+
+__all__ = ["BaseCache", "size_of"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BaseCache:
+    """Keys and values, as many as each entry of a batch has."""
+
+    keys: Array
+    """The whole memory of the keys."""
+    values: Array
+    """The whole memory of the values."""
+    counts: Array
+    """Each entry's length: NumPy's integers wherever they are known here, else the library's, traced ones say."""
+    place: Place
+    moves_inputs: bool
+    in_place: bool
+
+    DATA_FIELDS: ClassVar[tuple[str, ...]] = ("keys", "values", "counts")
+    STATIC_FIELDS: ClassVar[tuple[str, ...]] = ("place", "moves_inputs", "in_place")
+    OWN: ClassVar[tuple[str, ...]] = ("q_offset", "key_lengths")
+    """The arguments of attention that are the cache's to know."""
+
+    @classmethod
+    def _made(
+        cls, batch: int, shape: tuple[int, ...], features: tuple[int, int], dtype: str, backend: str | None,
+        device: str | None, **more: Any,
+    ) -> Self:  # fmt: skip
+        """Return an empty cache whose memory is ``(*shape, d)``."""
+        name = checked_dtype(dtype)
+        place, moves_inputs = bound(backend, device)
+        chosen = place.backend
+        xp, native_device = chosen.namespace(), chosen.native_device(place.device)
+        keys, values = (xp.zeros((*shape, d), dtype=chosen.dtype(name), device=native_device) for d in features)
+        chosen.register(cls)
+        # Whether the library writes into an array that it is given, one learns by asking it to.
+        probe = xp.zeros((1,), dtype=keys.dtype, device=native_device)
+        in_place = chosen.update_slice(probe, xp.ones_like(probe), 0, 0) is probe
+        return cls(keys, values, np.zeros(batch, np.int32), place, moves_inputs, in_place, **more)
+
+    # ---- what it holds ----------------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> Array:
+        """How many positions each entry has: int32 (B,), of the cache's library."""
+        return native(self.counts, self.place)
+
+    @property
+    def position(self) -> int | Array:
+        """Where the next position stands: an integer where all entries are as long and it is known, else (B,).
+
+        It is what ``offset=`` of :func:`~polyattn.functional.rotary_embedding` wants to know.
+        """
+        start = self._start()
+        return start if isinstance(start, int) else self.lengths
+
+    @property
+    def capacity(self) -> int:
+        """How many positions there is room for."""
+        return int(self._fresh().keys.shape[2])
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self.keys is None:
+            return f"<{name}, consumed>"
+        held = known(self.counts, self.place)
+        lengths = "traced" if held is None else held.tolist()
+        shape = "×".join(str(n) for n in self.keys.shape)
+        return f"<{name} of {shape} {dtype_name(self.keys.dtype)} on {self.place}, lengths {lengths}>"
+
+    # ---- what can be done with it -----------------------------------------------------------------------------
+
+    def append(self, k: Array, v: Array) -> Self:
+        """Return the cache with n more positions, written behind each entry's own end. This cache is consumed.
+
+        To append prompts of different lengths, pad them at their ends and :meth:`rewind` by the padding.
+
+        Parameters
+        ----------
+        k : array (B, H_kv, n, d_k)
+        v : array (B, H_kv, n, d_v)
+
+        Raises
+        ------
+        ArgumentError
+            If there is no room left, before anything is written. Traced lengths cannot be looked at: then the
+            last positions are lost, and ``lengths`` passes the capacity, which the next look at it finds.
+        ShapeError, DTypeError, BackendMismatchError
+            If the arrays do not fit.
+        """
+        n = self._fitting(k, v)
+        following = self._grown(n)
+        k, v = self._embarked({"k": k, "v": v}).arrays
+        keys, values = self._written(k, v, following) if n else (self.keys, self.values)
+        return self._next(keys, values, following)
+
+    def rewind(self, n: int | Array | None = None, *, lengths: int | Array | None = None) -> Self:
+        """Return the cache without the last ``n`` positions, or with these ``lengths``. This cache is consumed.
+
+        Parameters
+        ----------
+        n, lengths : int or integers (B,)
+            One of the two: how many positions to take back, or how many to keep.
+
+        Raises
+        ------
+        ArgumentError
+            If an entry has not that many positions, where that can be looked at.
+        """
+        if (n is None) == (lengths is None):
+            raise ArgumentError("n: expected either n or lengths")
+        name, given = ("lengths", lengths) if n is None else ("n", n)
+        self._fresh()
+        return self._next(self.keys, self.values, self._cut_back(name, given))
+
+    def copy(self) -> Self:
+        """Return a cache with memory of its own."""
+        self._fresh()
+        xp = self.place.backend.namespace()
+        return replace(self, keys=xp.asarray(self.keys, copy=True), values=xp.asarray(self.values, copy=True))
+
+    def attention(self, q: Array, **arguments: Any) -> Array:
+        """Return attention of the last n_q positions over what the cache holds.
+
+        Parameters
+        ----------
+        q : array (B, H, n_q, d_k)
+            The queries of the positions that were appended last.
+        **arguments
+            As of :func:`polyattn.attention`, ``causal`` being True unless it is given; ``q_offset`` and
+            ``key_lengths`` are the cache's to know. A mask, a bias and the ids of the keys are as wide as the
+            capacity, or one wide, on every library.
+
+        Returns
+        -------
+        array (B, H, n_q, d_v)
+            In the library and on the device of ``q``.
+        """
+        expect_keywords(f"{type(self).__name__}.attention", arguments, *self.OWN)
+        self._fresh()._expect_dtype(q=q)
+        expect_rank("q", q, 2)
+        return self._attended(q, {"causal": True, **arguments})
+
+    # ---- what the kinds do each in its way ----------------------------------------------------------------------
+
+    def _grown(self, n: int) -> dict[str, Any]:
+        """Return the fields that n more positions change, for which there is room."""
+        raise NotImplementedError
+
+    def _written(self, k: Array, v: Array, following: dict[str, Any]) -> tuple[Array, Array]:
+        """Return the memory with native keys and values written."""
+        raise NotImplementedError
+
+    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
+        """Return the fields that a rewind changes, once it is possible."""
+        return {"counts": rewound(self.counts, name, given, self.place)}
+
+    def _attended(self, q: Array, arguments: dict[str, Any]) -> Array:
+        """Return attention's result."""
+        raise NotImplementedError
+
+    # ---- how ---------------------------------------------------------------------------------------------------
+
+    def _fresh(self) -> Self:
+        if self.keys is None:
+            raise ArgumentError(
+                "cache: it was appended to or rewound, which consumes it; use the cache that was returned, "
+                "or copy() it before"
+            )
+        return self
+
+    def _next(self, keys: Array, values: Array, changes: dict[str, Any]) -> Self:
+        following = replace(self, keys=keys, values=values, **changes)
+        if self.in_place:
+            object.__setattr__(self, "keys", None)
+            object.__setattr__(self, "values", None)
+        return following
+
+    def _start(self) -> int | Array:
+        """Return where the next position stands, in each entry if they differ or are not known."""
+        held = known(self.counts, self.place)
+        return self.counts if held is None else alike(held)
+
+    def _fitting(self, k: Array, v: Array) -> int:
+        """Check new keys and values, and return how many positions they are."""
+        self._fresh()._expect_dtype(k=k, v=v)
+        expect_rank("k", k, 3)
+        n, batch, (_, heads, _, d_k) = int(k.shape[-2]), self.counts.shape[0], self.keys.shape
+        expect_shape("k", k, (batch, heads, n, d_k))
+        expect_shape("v", v, (batch, heads, n, self.values.shape[-1]))
+        return n
+
+    def _expect_dtype(self, **arrays: Array) -> None:
+        expect_arrays(**arrays)
+        expect_dtype(dtype_name(self.keys.dtype), "the cache's", **arrays)
+
+    def _cut(self, arguments: dict[str, Any], end: int) -> dict[str, Any]:
+        """Return arguments that are as wide as the capacity, as wide as what is read."""
+
+        def cut(name: str, x: Any) -> Any:
+            if not registry.looks_like_array(x) or x.ndim == 0 or (name != "segment_ids" and x.shape[-1] == 1):
+                return x
+            if x.shape[-1] != self.capacity:
+                raise ShapeError(f"{name}: expected a width of {self.capacity}, the capacity, got {tuple(x.shape)}")
+            return x[..., :end]
+
+        result = arguments | {name: cut(name, arguments[name]) for name in ("mask", "bias") if name in arguments}
+        ids = arguments.get("segment_ids")
+        if isinstance(ids, tuple | list) and len(ids) == 2:
+            result["segment_ids"] = (ids[0], cut("segment_ids", ids[1]))
+        return result
+
+    def _embarked(self, arrays: dict[str, Array | None]) -> Trip:
+        remedy = f"make it with {type(self).__name__}.create(…, backend={{!r}})"
+        return embark_for(Bound(self.place, self.moves_inputs), arrays, "cache", remedy)
+
+    def _embarked_but(self, arrays: dict[str, Array | None], own: dict[str, Array | None]) -> Trip:
+        """Move the caller's arrays to the cache's; ``own`` are there already."""
+        trip = self._embarked({name: x for name, x in arrays.items() if name not in own})
+        moved = dict(zip((name for name in arrays if name not in own), trip.arrays, strict=True)) | own
+        return replace(trip, arrays=tuple(moved[name] for name in arrays))
+
+
+def alike(starts: Any) -> int | Any:
+    """Return NumPy's integers as one, if they are all the same."""
+    return int(starts[0]) if (starts == starts[0]).all() else starts
+
+
+def size_of(name: str, x: Any, least: int = 1) -> int:
+    """Return an argument that is a size."""
+    size = static_integer(name, x, ())
+    if size is None or size < least:
+        kind = "a positive integer" if least else "an integer that is not negative"
+        raise ArgumentError(f"{name}: expected {kind}, got {shown(x)}")
+    return size

@@ -1,0 +1,239 @@
+"""The keys and values of the last positions: what is read and kept does not grow with the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ..backend import Array
+from ..errors import ArgumentError
+from ..functional._arguments import checked_call
+from ..functional._attention import _operation as attention
+from ..functional._operation import shown
+from ..kernels import StructuredBias, StructuredMask, cast
+from ._base import BaseCache, alike, size_of
+from ._lengths import known, native, rewound
+from ._ring import Ring
+
+__all__ = ["SlidingKVCache"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SlidingKVCache(BaseCache):
+    """Keys and values of the last ``window`` positions, and of the first ``sink_tokens`` if any. Use :meth:`create`.
+
+    A query sees the ``window`` positions that end with its own, as with ``window=(window - 1, 0)`` of
+    :func:`polyattn.attention`, and the sink tokens besides. The memory is a ring: a new position is written over
+    the one that no query can see any more. Positions are those in the text, however long it is: turn queries and
+    keys by ``offset=cache.position``. Its use is that of :class:`KVCache`; it never overflows.
+
+    ``chunk`` is how many queries at a time :meth:`attention` takes, and how many positions :meth:`rewind` can take
+    back: the ring holds ``window + chunk − 1``. Any number of positions can be appended at once; of a prompt that
+    was attended to elsewhere (``polyattn.attention(…, causal=True, window=(window - 1, 0))``) the last are kept.
+
+    A mask, a bias and the ids of the keys are as wide as the capacity, in the order of the memory, which
+    :attr:`key_positions` tells; so are :attr:`k` and :attr:`v`. Structured masks and biases, which know keys by
+    their order, and dropout, whose bits do too, are not taken.
+
+    Notes
+    -----
+    Xiao et al., "Efficient streaming language models with attention sinks" (2023), but for their positions:
+    sink tokens keep their own here, and are not moved to the front of the window.
+
+    Examples
+    --------
+    >>> import numpy as np, polyattn as pa
+    >>> cache = pa.SlidingKVCache.create(batch=1, kv_heads=1, window=2, head_dim=1, sink_tokens=1, dtype="float64")
+    >>> for number in range(6):
+    ...     cache = cache.append(np.zeros((1, 1, 1, 1)), np.full((1, 1, 1, 1), float(number)))
+    >>> cache.position, cache.capacity, cache.key_positions
+    (6, 3, array([[0, 5, 4]], dtype=int32))
+    >>> cache.attention(np.zeros((1, 1, 1, 1)))  # the mean of 0, 5 and 4
+    array([[[[3.]]]])
+    """
+
+    lows: Array
+    """The first position behind the sink tokens that is still held, for each entry; kept like ``counts``."""
+    window: int
+    sink_tokens: int
+    chunk: int
+
+    DATA_FIELDS: ClassVar[tuple[str, ...]] = (*BaseCache.DATA_FIELDS, "lows")
+    STATIC_FIELDS: ClassVar[tuple[str, ...]] = (*BaseCache.STATIC_FIELDS, "window", "sink_tokens", "chunk")
+    OWN: ClassVar[tuple[str, ...]] = (*BaseCache.OWN, "window", "dropout", "seed")
+
+    @classmethod
+    def create(
+        cls, batch: int, kv_heads: int, window: int, head_dim: int, value_dim: int | None = None,
+        sink_tokens: int = 0, chunk: int = 1, dtype: str = "float32", backend: str | None = None,
+        device: str | None = None,
+    ) -> Self:  # fmt: skip
+        """Return an empty cache.
+
+        Parameters
+        ----------
+        batch, kv_heads, window, head_dim : int
+            Its memory is (batch, kv_heads, sink_tokens + window + chunk − 1, head_dim) for the keys.
+        value_dim : int, optional
+            The features of a value; the default is ``head_dim``.
+        sink_tokens : int
+            How many of the first positions are kept, beside those of the window.
+        chunk : int
+            How many queries :meth:`attention` takes at a time.
+        dtype : str
+            Of what it takes.
+        backend, device : str, optional
+            Where it is; the default is the selection in force, else NumPy.
+
+        Raises
+        ------
+        ArgumentError, DTypeError, UnknownBackendError, BackendUnavailableError
+        """
+        sizes = {"batch": batch, "kv_heads": kv_heads, "window": window, "chunk": chunk, "head_dim": head_dim}
+        sizes["value_dim"] = head_dim if value_dim is None else value_dim
+        batch, kv_heads, window, chunk, d_k, d_v = (size_of(name, x) for name, x in sizes.items())
+        sink_tokens = size_of("sink_tokens", sink_tokens, least=0)
+        shape = (batch, kv_heads, Ring(sink_tokens, window + chunk - 1).slots)
+        return cls._made(
+            batch, shape, (d_k, d_v), dtype, backend, device, lows=np.zeros(batch, np.int32),
+            window=window, sink_tokens=sink_tokens, chunk=chunk,
+        )  # fmt: skip
+
+    @property
+    def k(self) -> Array:
+        """The keys as they lie in memory, (B, H_kv, n, d_k), n at most the capacity; a view."""
+        return self._fresh().keys[:, :, : self._end(), :]
+
+    @property
+    def v(self) -> Array:
+        """The values, (B, H_kv, n, d_v), as :attr:`k`."""
+        return self._fresh().values[:, :, : self._end(), :]
+
+    @property
+    def key_positions(self) -> Array:
+        """The position of what lies in each place of the memory: int32 (B, capacity), −1 for nothing."""
+        self._fresh()
+        xp = self.place.backend.namespace()
+        return self._positions(xp, native(self.counts, self.place), native(self.lows, self.place), self.capacity)
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.sink_tokens, self.window + self.chunk - 1)
+
+    def _end(self) -> int | None:
+        """Return how much of the memory is written, None where that is not known."""
+        held = known(self.counts, self.place)
+        return None if held is None else min(int(held.max()), self.capacity)
+
+    def _positions(self, xp: Any, counts: Array, lows: Array, slots: int) -> Array:
+        device = None if xp is np else self.place.backend.native_device(self.place.device)
+        places = xp.arange(slots, dtype=xp.int32, device=device)
+        found = self._ring.positions(xp, places, counts)  # (B, slots)
+        gone = xp.logical_and(places[None, :] >= self.sink_tokens, found < lows[:, None])
+        return xp.where(gone, xp.full_like(found, -1), found)
+
+    # ---- append and rewind --------------------------------------------------------------------------------------
+
+    def _grown(self, n: int) -> dict[str, Any]:
+        held, lows = known(self.counts, self.place), known(self.lows, self.place)
+        if held is None or lows is None:
+            xp, counts = self.place.backend.namespace(), native(self.counts, self.place) + n
+            return {"counts": counts, "lows": xp.maximum(native(self.lows, self.place), counts - self._ring.length)}
+        counts = np.asarray(held + n, dtype=np.int32)
+        return {"counts": counts, "lows": np.maximum(lows, counts - np.int32(self._ring.length))}
+
+    def _written(self, k: Array, v: Array, following: dict[str, Any]) -> tuple[Array, Array]:
+        """Write each run of neighbours; where there are several and the library copies, all of them at once."""
+        put, ring, n = self.place.backend.update_slice, self._ring, int(k.shape[2])
+        held, keys, values = known(self.counts, self.place), self.keys, self.values
+        if held is None and n == 1:
+            at = ring.slot(self.place.backend.namespace(), self._start())
+            return put(keys, k, at, 2), put(values, v, at, 2)
+        runs = [] if held is None else ring.runs(held, n)
+        if held is None or not (self.in_place or len(runs) == 1):
+            return self._selected(keys, k, following["counts"]), self._selected(values, v, following["counts"])
+        for first, stop in runs:
+            at = alike(ring.slot(np, held + np.int32(first)))
+            keys, values = (put(x, new[:, :, first:stop, :], at, 2) for x, new in ((keys, k), (values, v)))
+        return keys, values
+
+    def _selected(self, x: Array, new: Array, counts: Array) -> Array:
+        """Return the memory with each place taken from the new positions, if it holds one of them."""
+        xp, (batch, heads, n, d) = self.place.backend.namespace(), new.shape
+        device = self.place.backend.native_device(self.place.device)
+        after = native(counts, self.place)
+        held = self._ring.positions(xp, xp.arange(self.capacity, dtype=xp.int32, device=device), after)  # (B, slots)
+        number = held - (after[:, None] - n)  # which of the new ones
+        rows = xp.clip(number, 0, n - 1) + xp.arange(batch, dtype=xp.int32, device=device)[:, None] * n
+        flat = xp.reshape(xp.permute_dims(new, (0, 2, 1, 3)), (batch * n, heads, d))
+        taken = xp.reshape(xp.take(flat, xp.reshape(rows, (-1,)), axis=0), (batch, self.capacity, heads, d))
+        return xp.where((number >= 0)[:, None, :, None], xp.permute_dims(taken, (0, 2, 1, 3)), x)
+
+    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
+        counts = rewound(self.counts, name, given, self.place)
+        kept, lows = known(counts, self.place), known(self.lows, self.place)
+        if kept is None or lows is None:
+            return {"counts": counts}
+        if not self._holds(kept, kept, lows).all():
+            raise ArgumentError(
+                f"{name}: expected to take back no more than chunk={self.chunk} positions of a full ring, since older "
+                f"ones are overwritten; the lengths are {self.counts.tolist()}, got {shown(given)}"
+            )
+        return {"counts": counts, "lows": np.where(kept <= self.sink_tokens, np.minimum(lows, kept), lows)}
+
+    def _holds(self, first: Any, kept: Any, lows: Any) -> Any:
+        """Say, for each entry, whether all is held that a query at position ``first`` may see of ``kept`` positions."""
+        return (kept <= self.sink_tokens) | (np.maximum(self.sink_tokens, first - self.window + 1) >= lows)
+
+    # ---- attention ----------------------------------------------------------------------------------------------
+
+    def _attended(self, q: Array, arguments: dict[str, Any]) -> Array:
+        for name in ("mask", "bias"):
+            if isinstance(arguments.get(name), StructuredMask | StructuredBias):
+                raise ArgumentError(
+                    f"{name}: expected an array as wide as the capacity, {self.capacity}, got "
+                    f"{type(arguments[name]).__name__}, which knows keys by their order; this memory is a ring"
+                )
+        n_q = int(q.shape[-2])
+        self._expect_held(n_q)
+        end = self._end() if self.in_place else None
+        end = self.capacity if end is None else end
+        k, v = self.keys[:, :, :end, :], self.values[:, :, :end, :]
+        arrays, settings = checked_call(q, k, v, **self._cut(arguments, end), q_offset=0)
+        trip = self._embarked_but(arrays, {"k": arrays["k"], "v": arrays["v"]})
+        moved = dict(zip(arrays, trip.arrays, strict=True))
+        moved["mask"] = self._masked(moved["mask"], n_q, end, settings.causal)
+        trip = replace(trip, arrays=tuple(moved.values()))
+        return attention.evaluate(trip, {"settings": settings._replace(causal=False)})  # the mask has it
+
+    def _expect_held(self, n_q: int) -> None:
+        held, lows = known(self.counts, self.place), known(self.lows, self.place)
+        held_all = None if held is None or lows is None else self._holds(held - n_q, held, lows).all()
+        if not (n_q <= self.chunk if held_all is None else held_all):
+            raise ArgumentError(
+                f"q: expected at most {self.chunk} queries, the cache's chunk, since older keys are overwritten, "
+                f"got {n_q}"
+            )
+
+    def _masked(self, mask: Array | None, n_q: int, end: int, causal: bool) -> Array | None:
+        """Return the mask together with what the window leaves, None if nothing is excluded."""
+        held, lows = known(self.counts, self.place), known(self.lows, self.place)
+        if held is not None and lows is not None and self._seen(np, held, lows, n_q, end, causal).all():
+            return mask
+        xp = self.place.backend.namespace()
+        seen = self._seen(xp, native(self.counts, self.place), native(self.lows, self.place), n_q, end, causal)
+        return seen if mask is None else xp.logical_and(mask, seen)
+
+    def _seen(self, xp: Any, counts: Array, lows: Array, n_q: int, end: int, causal: bool) -> Array:
+        """Return which query may see which place of the memory, (B, 1, n_q, end)."""
+        device = None if xp is np else self.place.backend.native_device(self.place.device)
+        key = self._positions(xp, counts, lows, end)[:, None, :]  # (B, 1, end)
+        row = xp.arange(n_q, dtype=xp.int32, device=device)
+        query = ((cast(xp, counts, xp.int32) - n_q)[:, None] + row[None, :])[:, :, None]  # (B, n_q, 1)
+        near = xp.logical_or(key > query - self.window, key < self.sink_tokens)
+        seen = xp.logical_and(near, key >= 0)
+        if causal:
+            seen = xp.logical_and(seen, key <= query)
+        return seen[:, None, :, :]
