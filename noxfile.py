@@ -59,7 +59,7 @@ def run_suite(session: nox.Session, backend: str) -> None:
     share = ["-n", "2"] if backend == "jax" and not session.posargs else []
     session.run("pytest", chosen, *share, *session.posargs, env=UNSELECTED)
     if not session.posargs:
-        session.run("pytest", chosen, *KIT, env=UNSELECTED)
+        session.run("pytest", chosen, *share, *KIT, env=UNSELECTED)
 
 
 @nox.session

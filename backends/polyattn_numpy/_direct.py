@@ -3,29 +3,23 @@
 Decoding is such a problem however many keys there are: one query has no more scores than there are keys.
 Vaswani et al., "Attention is all you need" (2017), equation 1. A result that is not finite where keys
 are excluded is left to the generic kernel, which isolates them.
-
-Keys and values that no cache holds come as fast as memory gives them to a core. Then each thread takes some heads.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
 from polyattn.backend import AlibiBias, Array, Problem, TiledKernel, allowed_in, expand, unbroadcast
 
 from ._blocked import BlockedKernel, cap, wide
-from ._layout import folded
-from ._threads import blas_within_limit, run, thread_count
+from ._threads import blas_within_limit
 
 __all__ = ["DirectKernel"]
 
 TILED, BLOCKED = TiledKernel(), BlockedKernel()
 SCORES = 2**16
-STREAMED = 2**23  # bytes of keys and values from which another thread gives more than it takes to wake it
 
 
 class DirectKernel:
@@ -42,9 +36,33 @@ class DirectKernel:
         return BLOCKED.supports(problem)
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Compute all heads at once, or where that pays, some in each thread."""
-        threads = thread_count() if k.nbytes + v.nbytes >= STREAMED else 1
-        return _attend(q, k, v, problem) if threads == 1 else _attend_apart(q, k, v, problem, threads)
+        """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
+        sizes, dtype = problem.sizes, wide(problem)
+        q_, k_, v_ = (x.astype(dtype, copy=False) for x in (q, k, v))
+        with blas_within_limit():
+            scores, _, allowed = _scores(q_, k_, problem)  # (…, H, n_q, n_k)
+            largest = scores.max(axis=-1, keepdims=True)  # (…, H, n_q, 1)
+            if problem.sinks is not None:
+                largest = np.maximum(largest, problem.sinks[:, None, None], dtype=dtype)
+            if allowed is not None or problem.sinks is not None:
+                largest[np.isneginf(largest)] = 0  # nothing to attend to
+            np.exp(np.subtract(scores, largest, out=scores), out=scores)
+            total = scores.sum(axis=-1, keepdims=True)
+            if problem.sinks is not None:
+                total += np.exp(problem.sinks[:, None, None] - largest)
+            out = _by_head(_by_kv_head(scores, problem) @ v_, problem)  # (…, H, n_q, d_v)
+        if allowed is not None:
+            empty = total == 0
+            if empty.any():
+                if (allowed & empty).any():  # scores that are all −inf, and none of them excluded
+                    return TILED.forward(q, k, v, problem)
+                total[empty] = 1
+            if not np.isfinite(out.sum()):
+                return TILED.forward(q, k, v, problem)
+            largest[empty] = -math.inf
+        out = expand(np, out / total, (*sizes.scores[:-1], sizes.d_v))
+        lse = (np.log(total) + largest)[..., 0]
+        return out.astype(q.dtype, copy=False), expand(np, lse, sizes.scores[:-1])
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
@@ -77,67 +95,6 @@ class DirectKernel:
         if allowed is not None and not all(np.isfinite(dx.sum()) for dx in grads if dx is not None):
             return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
         return grads
-
-
-def _attend(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
-    sizes, dtype = problem.sizes, wide(problem)
-    q_, k_, v_ = (x.astype(dtype, copy=False) for x in (q, k, v))
-    with blas_within_limit():
-        scores, _, allowed = _scores(q_, k_, problem)  # (…, H, n_q, n_k)
-        largest = scores.max(axis=-1, keepdims=True)  # (…, H, n_q, 1)
-        if problem.sinks is not None:
-            largest = np.maximum(largest, problem.sinks[:, None, None], dtype=dtype)
-        if allowed is not None or problem.sinks is not None:
-            largest[np.isneginf(largest)] = 0  # nothing to attend to
-        np.exp(np.subtract(scores, largest, out=scores), out=scores)
-        total = scores.sum(axis=-1, keepdims=True)
-        if problem.sinks is not None:
-            total += np.exp(problem.sinks[:, None, None] - largest)
-        out = _by_head(_by_kv_head(scores, problem) @ v_, problem)  # (…, H, n_q, d_v)
-    if allowed is not None:
-        empty = total == 0
-        if empty.any():
-            if (allowed & empty).any():  # scores that are all −inf, and none of them excluded
-                return TILED.forward(q, k, v, problem)
-            total[empty] = 1
-        if not np.isfinite(out.sum()):
-            return TILED.forward(q, k, v, problem)
-        largest[empty] = -math.inf
-    out = expand(np, out / total, (*sizes.scores[:-1], sizes.d_v))
-    lse = (np.log(total) + largest)[..., 0]
-    return out.astype(q.dtype, copy=False), expand(np, lse, sizes.scores[:-1])
-
-
-def _attend_apart(q: Array, k: Array, v: Array, problem: Problem, threads: int) -> tuple[Array, Array]:
-    """Compute a part of the heads at a time, each thread one after the other."""
-    sizes = problem.sizes
-    out, lse = np.empty((*sizes.scores[:-1], sizes.d_v), q.dtype), np.empty(sizes.scores[:-1], wide(problem))
-    inner, (q_, k_, v_), results = folded(problem, (q, k, v), (out, lse))
-    out_, lse_ = cast("list[Array]", results)  # neither was None
-    count, groups = inner.sizes.kv_heads, inner.sizes.heads // inner.sizes.kv_heads
-    step = -(-count // threads)
-
-    def attend(start: int) -> None:
-        stop = min(start + step, count)
-        kv_heads, heads = slice(start, stop), slice(start * groups, stop * groups)
-        part = _with_heads(inner, heads, stop - start)
-        of_heads = _attend(q_[..., heads, :, :], k_[..., kv_heads, :, :], v_[..., kv_heads, :, :], part)
-        out_[..., heads, :, :], lse_[..., heads, :] = of_heads
-
-    run(lambda: attend, range(0, count, step), threads)
-    return out, lse
-
-
-def _with_heads(problem: Problem, heads: slice, kv_heads: int) -> Problem:
-    """Return the problem of some heads alone."""
-    pairs = (problem.mask, problem.bias_array)
-    mask, bias = (x if x is None or x.ndim < 3 or x.shape[-3] == 1 else x[..., heads, :, :] for x in pairs)
-    if isinstance(problem.bias, AlibiBias):
-        bias = AlibiBias(problem.bias.slopes[heads])
-    sinks = None if problem.sinks is None else problem.sinks[heads]
-    sizes = problem.sizes._replace(heads=heads.stop - heads.start, kv_heads=kv_heads)
-    return replace(problem, sizes=sizes, mask=mask, bias=bias, sinks=sinks)
 
 
 def _scores(q: Array, k: Array, problem: Problem) -> tuple[Array, Array, Array | None]:

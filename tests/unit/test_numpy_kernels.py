@@ -14,20 +14,18 @@ import polyattn as pa
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
-from polyattn_numpy import _blocked, _direct, _layout
+from polyattn_numpy import _blocked, _layout
 
 Arrays = tuple[np.ndarray, ...]
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 2 queries and 4 keys, heads apart, for three threads however few the machine has: all have tasks."""
+    """Tiles of 2 queries and 4 keys, for three threads however few the machine has: every problem has several tasks."""
     for name, value in (("ROWS", 2), ("COLUMNS", 4), ("SCORES", 8)):
         monkeypatch.setattr(_layout, name, value)
     monkeypatch.setattr(_blocked, "WORTHWHILE", 0)
-    monkeypatch.setattr(_direct, "STREAMED", 0)
-    for module in (_blocked, _direct):
-        monkeypatch.setattr(module, "thread_count", lambda: 3)
+    monkeypatch.setattr(_blocked, "thread_count", lambda: 3)
 
 
 def normal(*shapes: tuple[int, ...], seed: int = 0, dtype: str = "float32") -> Arrays:
