@@ -351,7 +351,7 @@ def test_a_peer_that_was_asked_for_has_to_be_there(command: Any, monkeypatch: py
 def test_without_matplotlib_no_plot_is_begun(
     command: Any, untimed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyattn.bench._picture.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("polyattn.plot._axes.importlib.util.find_spec", lambda name: None)
     told = command("bench", "attention", "--plot", "a.png").refused(1)
     assert told.endswith('plot: it needs matplotlib; install it with: pip install "polyattn[plot]"')
     assert untimed == []

@@ -75,7 +75,7 @@ for _name in (*_BINARY.split(), "neg", "invert", "abs"):
 _FUNCTIONS = """
     abs add all any arange argmax asarray astype bitwise_and bitwise_left_shift bitwise_or
     bitwise_right_shift bitwise_xor broadcast_arrays broadcast_to ceil clip concat copysign cos
-    cumulative_sum divide equal exp expand_dims expm1 flip floor full full_like greater
+    cumulative_sum divide equal exp expand_dims expm1 flip floor floor_divide full full_like greater
     greater_equal isfinite isinf isnan less less_equal log log1p logical_and logical_not logical_or
     matmul matrix_transpose max maximum mean min minimum moveaxis multiply negative not_equal ones
     ones_like permute_dims pow prod remainder repeat reshape round sign sin sqrt square squeeze
