@@ -51,7 +51,7 @@ def mask(n_q: int, n_k: int, *, axes: Axes | None = None, title: str | None = No
     >>> from polyattn import plot
     >>> axes = plot.mask(6, 8, causal=True, window=(3, None), axes=Figure().subplots())
     >>> axes.get_title()
-    '24 of 48 pairs may attend (50%)'
+    '23 of 48 pairs may attend (48%)'
     """
     allowed = _allowed(n_q, n_k, arguments)
     axes = drawable(axes, (5.6, 5.2))
