@@ -21,7 +21,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
     def load(name: str) -> ModuleType:
-        for module in ("_common", "figures", "memory", "page", "targets"):
+        for module in ("_common", "ceilings", "figures", "memory", "page", "targets"):
             monkeypatch.delitem(sys.modules, module, raising=False)
         return __import__(name)
 
@@ -96,6 +96,26 @@ def test_memory_is_held_against_its_bounds(script: Any, monkeypatch: pytest.Monk
     at[8192] = Memory(45 * mib, 16 * mib)
     assert memory.measured("numpy", "forward", 16384, 1).reached
     assert memory.measured("numpy", "both", 16384, 1).beyond_mib == 58.0 - 0.5  # less the log-sum-exp
+
+
+def test_a_ceiling_is_the_peer_against_the_bare_products(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ceilings = script("ceilings")
+
+    def three(runs: Any, rounds: int) -> dict[str, list[float]]:
+        for run in runs.values():
+            run()
+        return dict(zip(runs, ([6e-3] * rounds, [4e-3] * rounds, [3e-3] * rounds), strict=True))
+
+    monkeypatch.setattr(ceilings, "race", three)
+    monkeypatch.setattr(ceilings, "LONG", (parse_shape("1,2,512,8"),))
+    monkeypatch.setattr(ceilings, "DECODE", parse_shape("1,2,1:16,8"))
+    assert ceilings.main() == 0
+    _, both, one_query = capsys.readouterr().out.splitlines()
+    operations = 7 * 2 * (2 * 512 * 512) * 8
+    assert both.split()[-3:] == ["1.50", "2.00", f"{operations / 3e-3 / 1e9:.0f}"]
+    assert one_query.split()[-3:-1] == ["1.50", "2.00"]
 
 
 def test_the_page_has_the_figures_between_its_marks(script: Any, tmp_path: Path) -> None:
