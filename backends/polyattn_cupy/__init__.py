@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +21,13 @@ class CupyBackend(Backend):
     array_modules = ("cupy",)
     install = 'pip install "polyattn[cuda13x]"   (or [cuda12x], to match the CUDA driver)'
     kernels = (CublasKernel(),)
+    lacks: ClassVar[Mapping[str, str]] = {
+        "shared_memory": "a CUDA device has memory of its own",
+        "values": "to look at them is to wait for the device",
+        **dict.fromkeys(("autograd", "second_order", "forward_mode"), "CuPy does not differentiate, polyattn does"),
+        "vmap": "CuPy has none; leading axes are batches",
+        **dict.fromkeys(("jit", "scan"), "CuPy runs each operation as it comes"),
+    }
 
     def status(self) -> Status:
         """Import CuPy and count the CUDA devices."""

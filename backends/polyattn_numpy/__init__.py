@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
 from polyattn.backend import Array, Backend, DTypeError
 
-from ._blocked import BlockedKernel
+from ._blocked_kernel import BlockedKernel
 from ._direct import DirectKernel
+from ._pieces import in_pieces
 
 __all__ = ["backend"]
 
@@ -21,6 +23,12 @@ class NumpyBackend(Backend):
     name = "numpy"
     array_modules = ("numpy",)
     kernels = (DirectKernel(), BlockedKernel())
+    lacks: ClassVar[Mapping[str, str]] = {
+        "devices": "NumPy's arrays lie on the host",
+        **dict.fromkeys(("autograd", "second_order", "forward_mode"), "NumPy does not differentiate, polyattn does"),
+        "vmap": "NumPy has none; leading axes are batches",
+        **dict.fromkeys(("jit", "scan"), "NumPy compiles nothing"),
+    }
 
     def namespace(self) -> Any:
         """Return array-api-compat's NumPy, the same for every NumPy 2."""
@@ -70,6 +78,10 @@ class NumpyBackend(Backend):
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings: inf and NaN are results here, not accidents."""
         return np.errstate(all="ignore")
+
+    def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
+        """Give large arrays to the function in pieces, on several threads."""
+        return in_pieces(function, arrays, axes)
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself."""

@@ -1,13 +1,10 @@
-"""The blocked kernel: tiles in buffers of their own, several threads, the BLAS for every product.
+"""The blocked kernel's forward: tiles in buffers of their own, several threads, the BLAS for every product.
 
 Online softmax (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022),
 with few passes over the scores: scaled queries, keys transposed once, row sums by
 a matrix-vector product, one division at the end. Where the norms of the queries
 and keys keep all scores well within what exp can hold, neither the largest is
 looked for nor anything subtracted.
-
-What is not finite is left to the generic kernel, which isolates excluded keys:
-every result is looked at, which is a pass over rows, not over scores.
 """
 
 from __future__ import annotations
@@ -17,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import AlibiBias, Array, Problem, StructuredBias, StructuredMask, TiledKernel
+from polyattn.backend import Array, Problem
 
 from ._layout import WORTHWHILE, Call, Task, dense, folded
 from ._threads import run, thread_count
 
-__all__ = ["BlockedKernel"]
+__all__ = ["Buffers", "NotFinite", "cap", "finite", "forward", "threads_for", "wide"]
 
-TILED = TiledKernel()
 SAFE = {"float32": 30.0, "float64": 250.0}
 """exp(±SAFE) and its products with values and numbers of keys are far from the dtype's ends."""
 PACK = 128  # queries from which transposing the keys pays
@@ -36,46 +32,15 @@ class NotFinite(Exception):
     """A score or a result that is not finite: for the generic kernel."""
 
 
-class BlockedKernel:
-    """Attention on NumPy arrays of any size, in linear memory."""
-
-    name = "blocked"
-
-    def supports(self, problem: Problem) -> str | None:
-        """Support all but a dropout of 1, structure other than ALiBi, and a bias that is wider than the inputs."""
-        if problem.dropout == 1:
-            return "a dropout of 1 is left to the generic kernel"
-        if isinstance(problem.mask, StructuredMask):
-            return "a structured mask is left to the generic kernel, which skips its tiles"
-        if isinstance(problem.bias, StructuredBias):
-            return None if isinstance(problem.bias, AlibiBias) else "a table of biases is left to the generic kernel"
-        if problem.bias is not None and problem.bias.dtype.itemsize > wide(problem).itemsize:
-            return "a float64 bias of narrower inputs is left to the generic kernel"
-        return None
-
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Sum exp(score) v and exp(score) over the tiles of each row, and divide once."""
-        sizes, dtype = problem.sizes, wide(problem)
-        out = np.empty((*sizes.scores[:-1], sizes.d_v), dtype=q.dtype)
-        lse = np.empty(sizes.scores[:-1], dtype=dtype)
-        inner, qkv, results = folded(problem, (q, k, v), (out, lse))
-        call = Call(inner, threads_for(inner), dtype)
-        try:
-            run(lambda: Forward(call, qkv, results).task, call.tasks(), call.threads)
-        except NotFinite:
-            return TILED.forward(q, k, v, problem)
-        return out, lse
-
-    def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """Compute each tile's weights again from lse, and reverse the lines of the forward."""
-        from ._blocked_backward import backward
-
-        try:
-            return backward(dout, dlse, q, k, v, out, lse, problem)
-        except NotFinite:
-            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    """Return out and lse; :class:`NotFinite` where a score or a result is not."""
+    sizes, dtype = problem.sizes, wide(problem)
+    out = np.empty((*sizes.scores[:-1], sizes.d_v), dtype=q.dtype)
+    lse = np.empty(sizes.scores[:-1], dtype=dtype)
+    inner, qkv, results = folded(problem, (q, k, v), (out, lse))
+    call = Call(inner, threads_for(inner), dtype)
+    run(lambda: Forward(call, qkv, results).task, call.tasks(), call.threads)
+    return out, lse
 
 
 class Forward:

@@ -13,7 +13,8 @@ import numpy as np
 
 from polyattn.backend import AlibiBias, Array, Problem, TiledKernel, allowed_in, expand, unbroadcast
 
-from ._blocked import BlockedKernel, cap, wide
+from ._blocked import cap, wide
+from ._blocked_kernel import BlockedKernel
 from ._threads import blas_within_limit
 
 __all__ = ["DirectKernel"]

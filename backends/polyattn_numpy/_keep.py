@@ -12,13 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array
+from polyattn.backend import THREEFRY, Array
 
 __all__ = ["keep_mask"]
 
-ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-PARITY = 0x1BD11BDA
-ROUNDS = 13
 MASK = 0xFFFFFFFF
 
 
@@ -43,11 +40,11 @@ def keep_mask(
 
 def threefry(key0: int, key1: int, x0: Array, x1: Array, spare: Array) -> None:
     """Put the two words of Threefry-2x32 in place of their counters."""
-    keys = tuple(np.uint32(key) for key in (key0, key1, key0 ^ key1 ^ PARITY))
+    keys = tuple(np.uint32(key) for key in (key0, key1, key0 ^ key1 ^ THREEFRY.parity))
     x0 += keys[0]
     x1 += keys[1]
-    for i in range(ROUNDS):
-        turn = np.uint32(ROTATIONS[i % 8])
+    for i in range(THREEFRY.rounds):
+        turn = np.uint32(THREEFRY.rotations[i % 8])
         x0 += x1
         np.left_shift(x1, turn, out=spare)
         np.right_shift(x1, np.uint32(32) - turn, out=x1)

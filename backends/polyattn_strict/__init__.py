@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +23,14 @@ class StrictBackend(Backend):
     name = "array-api-strict"
     array_modules = ("array_api_strict",)
     install = 'pip install "polyattn[strict]"'
+    lacks: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("float16", "bfloat16"), "the standard has no floats of 16 bits"),
+        "in_place": "the standard promises no array that can be written to",
+        **dict.fromkeys(("autograd", "second_order", "forward_mode"), "the standard does not differentiate"),
+        "vmap": "the standard has none; leading axes are batches",
+        **dict.fromkeys(("jit", "scan"), "the standard compiles nothing"),
+        "kernels": "the referee is for the generic kernel",
+    }
 
     def devices(self) -> tuple[str, ...]:
         """List its devices that have every dtype."""

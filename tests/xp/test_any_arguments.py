@@ -13,6 +13,7 @@ from polyattn.backend import dtype_name
 from polyattn.kernels import _tiled, candidates
 from polyattn.testing import TOLERANCES, assert_close
 from polyattn.testing import references as ref
+from polyattn.testing.features import lacking
 
 
 class Sizes(NamedTuple):
@@ -117,8 +118,8 @@ def size_of(expected):
 
 
 @pytest.fixture(scope="session")
-def all_sizes(backend):
-    return st.sampled_from(FEW) if backend == "jax" else any_sizes()
+def all_sizes(target):
+    return st.sampled_from(FEW) if lacking(target, "any_shape") else any_sizes()
 
 
 TILES = {

@@ -6,6 +6,7 @@ import pytest
 import polyattn as pa
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
+from polyattn.testing.plugin import TARGET
 
 F = pa.functional
 RNG = np.random.default_rng(61)
@@ -41,9 +42,8 @@ WAYS = {"torch": [by_torch], "jax": [by_jax, by_compiled_jax]}
 
 def pytest_generate_tests(metafunc):
     if "differentiate" in metafunc.fixturenames:
-        name = metafunc.config.getoption("--polyattn-backend") or "numpy"
-        none = pytest.param(None, marks=pytest.mark.skip(reason=f"{name} does not differentiate"))
-        metafunc.parametrize("differentiate", WAYS.get(name.lower(), [none]))
+        none = [pytest.param(None, marks=pytest.mark.needs("autograd"))]
+        metafunc.parametrize("differentiate", WAYS.get(metafunc.config.stash[TARGET].name, none))
 
 
 OPERATIONS = {
@@ -78,10 +78,9 @@ def test_embedding(differentiate, make):
     assert_close(dweight, ref.embedding_gradient(DY, indices, SQUARE))
 
 
-def test_traced_indices(backend):
+@pytest.mark.needs("jit")
+def test_traced_indices():
     """They need no gradient either; what is out of range gives zeros and moves no row."""
-    if backend != "jax":
-        pytest.skip(f"{backend} traces no integers")
     import jax
 
     def loss(weight, indices):

@@ -10,6 +10,8 @@ import pytest
 import polyattn as pa
 from polyattn.testing import TOLERANCES, assert_close
 from polyattn.testing import references as ref
+from polyattn.testing.features import lacking
+from polyattn.testing.plugin import TARGET
 
 F = pa.functional
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +81,7 @@ def pytest_generate_tests(metafunc):
     if "names" in metafunc.fixturenames:
         pairs = [*itertools.combinations(EXCLUDING, 2)]
         # A library that compiles does so for each combination in each dtype: there the reported pair stands for all.
-        chosen = [("mask", "causal")] if metafunc.config.getoption("--polyattn-backend") == "jax" else pairs
+        chosen = [("mask", "causal")] if lacking(metafunc.config.stash[TARGET], "any_shape") else pairs
         metafunc.parametrize("names", [*chosen, tuple(EXCLUDING)], ids="-".join)
 
 

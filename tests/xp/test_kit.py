@@ -11,6 +11,7 @@ import pytest
 import polyattn as pa
 from polyattn.testing import KIT_VERSION, run_check
 
+pytestmark = pytest.mark.only("numpy", reason="the kit is the same for every backend; it is tested in numpy's run")
 FOREIGN = Path(__file__).parent / "foreign"
 CHECKS = ("-k", "contract and (identity or registry_finds or listed)")
 
@@ -24,12 +25,6 @@ class Crooked(StrictBackend):
 
 backend = Crooked()
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _once(backend):
-    if backend != "numpy":
-        pytest.skip("the kit is the same for every backend; it is tested in the run of numpy")
 
 
 @pytest.fixture

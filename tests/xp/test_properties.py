@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import polyattn as pa
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
+from polyattn.testing.features import lacking
 
 F = pa.functional
 
@@ -27,8 +28,8 @@ SIZES = st.tuples(
 
 
 @pytest.fixture(scope="session")
-def sizes(backend):
-    return st.sampled_from(FEW) if backend == "jax" else SIZES
+def sizes(target):
+    return st.sampled_from(FEW) if lacking(target, "any_shape") else SIZES
 
 
 def magnitude(expected):
@@ -148,8 +149,8 @@ FEW_SHAPES = st.sampled_from([(3,), (2, 4), (2, 3, 4)])
 
 
 @pytest.fixture(scope="session")
-def shapes(backend):
-    return FEW_SHAPES if backend == "jax" else SHAPES
+def shapes(target):
+    return FEW_SHAPES if lacking(target, "any_shape") else SHAPES
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([1e-3, 1.0, 100.0]))

@@ -26,21 +26,17 @@ EVEN = AttentionCase(
 )  # fmt: skip
 
 
-@pytest.fixture
-def interpreted(backend):
-    """Leave out a library that compiles: each case is several programs, and the kit has the most telling ones."""
-    if backend == "jax":
-        pytest.skip("each case compiles several programs; the kit and the test of dropout have one of each kind")
-
-
+# Each case is several programs; where they are compiled, the kit and the test of dropout have one of each kind.
+@pytest.mark.needs("any_shape")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_every_case_in_tiles(interpreted, case, tiny, make, to_np):
+def test_every_case_in_tiles(case, tiny, make, to_np):
     moving = Moving(case.problem())
     check_jvp(moving, make, to_np)
     check_vjp(moving, make, to_np)
 
 
-def test_everything_in_every_dtype(interpreted, tiny, dtype, make, to_np):
+@pytest.mark.needs("any_shape")
+def test_everything_in_every_dtype(tiny, dtype, make, to_np):
     moving = Moving(EVERYTHING.problem().rounded(to_np, make, dtype))
     moving.directions = {name: to_np(make(u, dtype)).astype(np.float64) for name, u in moving.directions.items()}
     check_jvp(moving, make, to_np, dtype)
@@ -86,8 +82,9 @@ def test_a_bias_without_an_array_does_not_move(make):
         pa.attention_jvp(q, q, q, (None, None, None, q), bias=pa.alibi_bias(2))
 
 
+@pytest.mark.needs("any_shape")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward mode uses it itself
-def test_torch_differentiates_the_formula_to_the_same(interpreted, make, to_np):
+def test_torch_differentiates_the_formula_to_the_same(make, to_np):
     """Its forward mode, and its backward through its own backward, of the formula as it is written."""
     torch = pytest.importorskip("torch", reason="torch, the peer, is not installed")
     rng = np.random.default_rng(12)
@@ -122,10 +119,9 @@ def test_torch_differentiates_the_formula_to_the_same(interpreted, make, to_np):
         assert_close(to_np(x), y.numpy(), what=name)
 
 
-def test_memory_does_not_grow_with_the_square(backend):
+@pytest.mark.only("numpy", reason="tracemalloc sees only NumPy's memory")
+def test_memory_does_not_grow_with_the_square():
     """Four times the keys: the tiles are what they were, and only what has a row for each key grows."""
-    if backend != "numpy":
-        pytest.skip("tracemalloc sees only NumPy's memory")
     peaks = []
     for n in (2048, 8192):
         q, k = np.ones((1, 1024, 4), dtype=np.float32), np.ones((1, n, 4), dtype=np.float32)

@@ -10,16 +10,17 @@ from polyattn.kernels import StructuredBias, StructuredMask, _tiled, candidates
 from polyattn.kernels._tiled import loops
 from polyattn.testing import assert_close
 from polyattn.testing.conformance.test_structure import CASES, HEADS, TABLE, compare, problem_of, published_bucket
+from polyattn.testing.features import lacking
+from polyattn.testing.plugin import TARGET
 from polyattn_numpy import _layout
 
 
 def pytest_generate_tests(metafunc):
     """Leave small tiles to the kit where each loop over them is compiled: there it is one case."""
-    compiles = metafunc.config.getoption("--polyattn-backend") == "jax"
     cases = {"name": [*CASES], "kind": ["alibi", "relative", "blocks", "prefix"]}
     for argument in {*cases} & {*metafunc.fixturenames}:
-        none = [pytest.param(None, marks=pytest.mark.skip(reason="it compiles every loop; the kit has one case"))]
-        metafunc.parametrize(argument, none if compiles else cases[argument])
+        none = [pytest.param(None, marks=pytest.mark.needs("any_shape"))]
+        metafunc.parametrize(argument, none if lacking(metafunc.config.stash[TARGET], "any_shape") else cases[argument])
 
 
 @pytest.fixture
@@ -142,9 +143,8 @@ def test_other_buckets(make, to_np, bidirectional, buckets, far):
     np.testing.assert_array_equal(to_np(cache.lse), expected)
 
 
+@pytest.mark.needs("autograd")
 def test_the_library_s_own_differentiation_reaches_the_table(backend):
-    if backend not in ("torch", "jax"):
-        pytest.skip(f"{backend} does not differentiate")
     problem = problem_of("relative")
 
     def loss(table, convert, dout):

@@ -9,6 +9,8 @@ from polyattn.kernels._tiled import Tile, loops
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
+from polyattn.testing.features import lacking, need
+from polyattn.testing.plugin import TARGET
 
 
 @pytest.fixture
@@ -17,14 +19,11 @@ def tiny(monkeypatch):
     monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 2), min(sizes.n_k, 4)))
 
 
-def few(backend, cases):
-    """Return a few cases where each compiles several programs."""
-    return [case for case in cases if case.name in ("plain", "everything")] if backend == "jax" else cases
-
-
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cases = few(metafunc.config.getoption("--polyattn-backend"), CASES)
+        # Where each case compiles several programs, two stand for all.
+        compiles = lacking(metafunc.config.stash[TARGET], "any_shape")
+        cases = [case for case in CASES if not compiles or case.name in ("plain", "everything")]
         metafunc.parametrize("case", cases, ids=[case.name for case in cases])
 
 
@@ -82,8 +81,7 @@ def test_low_precision_is_summed_wide(tiny, target, make, to_np):
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2**-11), ("bfloat16", 2**-8)])
 def test_the_gradient_of_a_low_precision_bias_is_rounded_once(tiny, target, make, to_np, dtype, rounding):
-    if dtype not in target.dtypes:
-        pytest.skip(f"{target.name} has no {dtype}")
+    need(target, dtype)
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 1, 64, 4)).astype(np.float32)
     bias = make(rng.integers(-8, 8, 64) / 8, dtype)

@@ -3,28 +3,74 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from .. import registry
+from ..backend import FEATURES, Finding, features_of
+from ..errors import BackendUnavailableError
 from ._tables import print_table
 
 __all__ = ["backends"]
 
+MARKS = {True: "yes", False: "no", None: "?"}
 
-def backends(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+
+def backends(
+    features: Annotated[
+        bool, typer.Option("--features", help="Say what each library can do, and why another cannot.")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
     """List the backends: version, devices, state, and why one cannot be used."""
-    from ..registry import list_backends
-
-    found = list_backends()
+    found = registry.list_backends()
+    told = {b.name: _features(b) for b in found} if features else {}
     if json_output:
-        typer.echo(json.dumps([asdict(info) for info in found]))
+        entries = [asdict(b) for b in found]
+        for entry in entries if features else ():
+            entry["features"] = {name: finding._asdict() for name, finding in told[entry["name"]].items()}
+        typer.echo(json.dumps(entries))
         return
-    print_table(
-        ("backend", "version", "state", "devices", "distribution"),
-        [(b.name, b.version, b.state, ", ".join(b.devices), b.distribution) for b in found],
-    )
+    if features:
+        _print_features(told)
+    else:
+        print_table(
+            ("backend", "version", "state", "devices", "distribution"),
+            [(b.name, b.version, b.state, ", ".join(b.devices), b.distribution) for b in found],
+        )
     for b in found:
         if b.state != "ready":
             typer.echo(f"{b.name}: {b.reason}" + (f"; install it with: {b.install}" if b.install else ""))
+
+
+def _features(info: registry.BackendInfo) -> dict[str, Finding]:
+    """Return what is known of a backend's features; of a broken plugin nothing is."""
+    try:
+        return features_of(registry.load(info.name), ready=info.state == "ready")
+    except BackendUnavailableError:
+        return {name: Finding(None, "its plugin is broken") for name in FEATURES}
+
+
+def _print_features(told: dict[str, dict[str, Finding]]) -> None:
+    """Print the table, then what each feature is and why it is lacking where it is."""
+    rows = [(name, *(MARKS[found[name].present] for found in told.values())) for name in FEATURES]
+    print_table(("feature", *told), rows)
+    unasked: dict[str, list[str]] = {}
+    for name, feature in FEATURES.items():
+        _print(f"{name}: {feature.meaning}", "")
+        for backend, found in told.items():
+            if found[name].present is False:
+                _print(f"no on {backend}: {found[name].reason}", "  ")
+            elif found[name].present is None:
+                unasked.setdefault(f"? on {backend}: {found[name].reason}", []).append(name)
+    for reason, names in unasked.items():
+        _print(f"{reason} ({', '.join(names)})", "")
+
+
+def _print(text: str, indent: str) -> None:
+    width = shutil.get_terminal_size().columns
+    typer.echo(textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent + "    "))

@@ -12,6 +12,7 @@ import numpy as np
 from ..backend import Array, Place, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import Problem, Sizes, StructuredBias, StructuredMask
+from ..kernels._arrays import broadcast_shapes
 from ..registry import owner
 from ._operation import expect_arrays, expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
 
@@ -131,7 +132,7 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ShapeError(f"q: expected a number of heads that is a multiple of k's {kv_heads}, got {heads}")
     try:
-        batch = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
+        batch = broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
     except ValueError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
         raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
@@ -191,8 +192,8 @@ def _checked_segments(segment_ids: Any, sizes: Sizes) -> tuple[Array | None, Arr
 
 def static_integer(name: str, x: Any, shape: tuple[int, ...]) -> int | None:
     """Return a Python integer, or None for an absent argument or an integer array that fits."""
-    if x is None:
-        return None
+    if x is None or type(x) is int:
+        return x
     if hasattr(x, "dtype") and hasattr(x, "shape") and not _is_scalar(x):
         if not is_integer(x):
             raise DTypeError(f"{name}: expected an integer or integers, got an array of {dtype_name(x.dtype)}")

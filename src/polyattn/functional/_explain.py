@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..backend import Array, Place
-from ..conversion import permit
+from ..account import permit
+from ..errors import DTypeError
 from ..kernels import candidates, dtype_name
 from ._arguments import checked_call, make_problem
 from ._attention import kernel_for
-from ._operation import is_floating, route
+from ._operation import Shaped, is_integer, route
 
 __all__ = ["Explanation", "explain"]
 
@@ -75,9 +77,8 @@ def explain(
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
     home, place = route(arrays, backend)
-    if place != home:
-        _expect_movable(arrays, home, place)
-    problem = make_problem(place, tuple(arrays.values()), settings)
+    there = arrays if place == home else _moved(arrays, home, place)
+    problem = make_problem(place, tuple(there.values()), settings)
     chosen = kernel_for(problem, kernel)
     refusals = {}
     for candidate in candidates(place.backend.kernels):
@@ -93,10 +94,16 @@ def explain(
     )  # fmt: skip
 
 
-def _expect_movable(arrays: Mapping[str, Array | None], home: Place, place: Place) -> None:
-    """Raise what moving the arrays of the call would raise."""
-    for name, x in arrays.items():
-        if x is not None:
-            permit(x, name, home, place)
-            if is_floating(x):
-                place.backend.dtype(dtype_name(x.dtype))
+def _moved(arrays: Mapping[str, Array | None], home: Place, place: Place) -> dict[str, Any]:
+    """Return the arrays as they would be at that place, without values, or raise what moving them would raise."""
+
+    def moved(name: str, x: Array) -> Shaped:
+        permit(x, name, home, place)
+        try:
+            return Shaped(tuple(x.shape), place.backend.dtype(dtype_name(x.dtype)))
+        except DTypeError:
+            if not is_integer(x):
+                raise
+            return Shaped(tuple(x.shape), place.backend.dtype("int32"))  # to which they are narrowed
+
+    return {name: None if x is None else moved(name, x) for name, x in arrays.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..backend import Array, Cache, Place, dtype_name
 from ..conversion import bring, destination, move, place_of
@@ -128,10 +128,17 @@ class Operation:
         wait(saved, trip.place, trip.home)
         return trip.back(y, self.name), make_cache(self.name, y, saved, settings, trip)
 
-    def reverse(self, dy: Array, cache: Cache, *, name: str = "dy", **more: Any) -> tuple[Any, ...]:
-        """Return the gradients of all arrays, parameters too, where they were computed."""
+    def reverse(
+        self, dy: Array, cache: Cache, *, name: str = "dy", inputs: bool = True, **more: Any
+    ) -> tuple[Any, ...]:
+        """Return the gradients of all arrays, parameters too, where they were computed.
+
+        Without ``inputs`` those of the inputs are left out, where the operation's backward knows how to.
+        """
         dy = upstream(dy, cache, self.name, name)
         native = cache.place.backend
+        if not inputs:
+            more["inputs"] = False
         with native.scope():
             dxs = self.backward(native, dy, cache.arrays, **settings_of(cache), **more)
         wait(dxs, cache.place, cache.home)
@@ -197,6 +204,18 @@ def homeward(dxs: tuple[Any, ...], cache: Cache, grads: Any) -> tuple[Any, ...]:
 
 
 # ---- what the checks are made of -----------------------------------------------------------------------------------
+
+
+class Shaped(NamedTuple):
+    """An array's shape and dtype, where that is all there is to look at."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
 
 
 def is_floating(x: Array) -> bool:

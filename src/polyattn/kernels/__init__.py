@@ -9,6 +9,7 @@ from ._alibi import AlibiBias
 from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast, wide, widen
 from ._block_mask import BlockMask
 from ._choice import GENERIC, candidates, choose, named
+from ._dropout import THREEFRY
 from ._merge import merge
 from ._prefix_mask import PrefixMask
 from ._problem import Kernel, Problem, Sizes
@@ -19,6 +20,7 @@ from ._tiled import TiledKernel, allowed_in, loops, tile_lengths
 __all__ = [
     "FLOAT_DTYPES",
     "GENERIC",
+    "THREEFRY",
     "AlibiBias",
     "Array",
     "BlockMask",

@@ -43,6 +43,18 @@ def expand(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:
     return x if tuple(x.shape) == shape else xp.asarray(xp.broadcast_to(x, shape), copy=True)
 
 
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape to which shapes broadcast, or raise ValueError: NumPy's own takes no traced lengths."""
+    result = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for i, n in enumerate(shape, len(result) - len(shape)):
+            if n != 1:
+                if result[i] not in (1, n):
+                    raise ValueError(f"shapes {', '.join(map(str, shapes))} do not broadcast")
+                result[i] = n
+    return tuple(result)
+
+
 def unbroadcast(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:
     """Sum ``x`` over the axes along which an array of ``shape`` was broadcast: broadcasting, reversed."""
     extra = x.ndim - len(shape)

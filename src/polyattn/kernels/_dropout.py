@@ -11,14 +11,21 @@ weight is kept iff its lane ≥ round(65536·p).
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._arrays import Array, cast, dtype_name
 from ._problem import Problem
 
-ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-PARITY = 0x1BD11BDA
-ROUNDS = 13
+
+class Threefry(NamedTuple):
+    """The constants of Threefry-2x32: by how much each round turns, the parity of the key, how many rounds."""
+
+    rotations: tuple[int, ...]
+    parity: int
+    rounds: int
+
+
+THREEFRY = Threefry((13, 15, 26, 6, 17, 29, 16, 24), 0x1BD11BDA, 13)
 
 
 def keep_mask(problem: Problem) -> Array:
@@ -37,12 +44,14 @@ def keep_mask(problem: Problem) -> Array:
     return xp.reshape(xp.greater_equal(lane, round(65536 * problem.dropout)), sizes.scores)
 
 
-def threefry(xp: Any, key0: Array, key1: Array, x0: Array, x1: Array, rounds: int = ROUNDS) -> tuple[Array, Array]:
+def threefry(
+    xp: Any, key0: Array, key1: Array, x0: Array, x1: Array, rounds: int = THREEFRY.rounds
+) -> tuple[Array, Array]:
     """Return the two words of Threefry-2x32 at the counter ``(x0, x1)``, all int32."""
-    keys = (key0, key1, xp.bitwise_xor(xp.bitwise_xor(key0, key1), xp.full_like(key0, PARITY)))
+    keys = (key0, key1, xp.bitwise_xor(xp.bitwise_xor(key0, key1), xp.full_like(key0, THREEFRY.parity)))
     x0, x1 = xp.add(x0, keys[0]), xp.add(x1, keys[1])
     for i in range(rounds):
-        turn = ROTATIONS[i % 8]
+        turn = THREEFRY.rotations[i % 8]
         x0 = xp.add(x0, x1)
         left = xp.bitwise_left_shift(x1, xp.full_like(x1, turn))
         right = xp.bitwise_right_shift(x1, xp.full_like(x1, 32 - turn))

@@ -22,8 +22,18 @@ functions below.
 """
 
 from . import references
-from .check import Report, Row, run_check
+from .check import Progress, Report, Row, run_check
 from .compare import TOLERANCES, assert_close, slopes_agree
 from .version import KIT_VERSION
 
-__all__ = ["KIT_VERSION", "TOLERANCES", "Report", "Row", "assert_close", "references", "run_check", "slopes_agree"]
+__all__ = [
+    "KIT_VERSION",
+    "TOLERANCES",
+    "Progress",
+    "Report",
+    "Row",
+    "assert_close",
+    "references",
+    "run_check",
+    "slopes_agree",
+]

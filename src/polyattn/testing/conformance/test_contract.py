@@ -72,6 +72,13 @@ def test_unknown_dtype(contract: Any) -> None:
         contract.dtype("float12")
 
 
+def test_rows_may_come_in_pieces(contract: Any, xp: Any, make: Any, to_np: Any) -> None:
+    x = make(np.linspace(-3, 3, 2**19).reshape(8, 2**7, 2**9), "float32")
+    doubled, largest = contract.by_rows(lambda x: (x + x, xp.max(x, axis=-1, keepdims=True)), x)
+    assert_close(to_np(doubled), to_np(x + x))
+    assert_close(to_np(largest), to_np(xp.max(x, axis=-1, keepdims=True)))
+
+
 def test_has_the_functions_of_the_standard(xp: Any) -> None:
     needed = (
         "abs add arange argmax asarray astype broadcast_to concat cos cumulative_sum divide equal exp expand_dims "

@@ -1,19 +1,4 @@
-"""The backend contract: what a plugin implements, and all that it may import.
-
-A plugin is a package with an entry point in the group ``polyattn.backends``
-that resolves to an instance of a subclass of :class:`Backend`::
-
-    [project.entry-points."polyattn.backends"]
-    mylib = "polyattn_mylib:backend"
-
-Importing the plugin must not import the array library: polyattn loads plugins
-to ask them whether they own an array, also where their library is not used.
-What a subclass must say is the first half of the class; the hooks of the second
-half each have a fallback that uses only the array API standard.
-
-A backend holds no state of its own beyond what its library caches: polyattn
-calls it from many threads at once.
-"""
+"""One array library, as polyattn sees it."""
 
 from __future__ import annotations
 
@@ -22,60 +7,16 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from .errors import (
-    ArgumentError,
-    BackendMismatchError,
-    BackendUnavailableError,
-    DTypeError,
-    KernelUnsupportedError,
-    PolyattnError,
-    ShapeError,
-)
-from .kernels import (
-    AlibiBias,
-    Array,
-    Kernel,
-    Problem,
-    StructuredBias,
-    StructuredMask,
-    TiledKernel,
-    allowed_in,
-    dtype_name,
-    expand,
-    unbroadcast,
-)  # fmt: skip
+from ..errors import DTypeError
+from ..kernels import Array, Kernel
 
-__all__ = [
-    "API_VERSION",
-    "AlibiBias",
-    "ArgumentError",
-    "Array",
-    "Backend",
-    "BackendMismatchError",
-    "BackendUnavailableError",
-    "Cache",
-    "DTypeError",
-    "Kernel",
-    "KernelUnsupportedError",
-    "Place",
-    "PolyattnError",
-    "Problem",
-    "ShapeError",
-    "Status",
-    "StructuredBias",
-    "StructuredMask",
-    "TiledKernel",
-    "allowed_in",
-    "dtype_name",
-    "expand",
-    "unbroadcast",
-]
+__all__ = ["API_VERSION", "Backend", "Status"]
 
 API_VERSION = 1
 """The version of this contract. A plugin that names another one is reported as broken."""
@@ -96,31 +37,6 @@ class Status:
     install: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class Cache:
-    """What a forward pass leaves for its backward: arrays and static settings, nothing else.
-
-    ``place`` is the backend and device that computed it, ``kernel`` the attention
-    kernel; its backward runs there, whatever is selected by then. ``home`` is
-    where the inputs came from and where their gradients go. Inputs and results
-    are referred to, not copied: changing either before the backward is undefined.
-    """
-
-    op: str
-    arrays: tuple[Any, ...]
-    static: tuple[tuple[str, Any], ...]
-    place: Place
-    home: Place
-    kernel: str | None = None
-    lse: Array = field(default=None, repr=False)
-
-    DATA_FIELDS: ClassVar[tuple[str, ...]] = ("arrays", "lse")
-    STATIC_FIELDS: ClassVar[tuple[str, ...]] = ("op", "static", "place", "home", "kernel")
-
-    def __repr__(self) -> str:
-        return f"<cache of {self.op} on {self.place}>"
-
-
 class Backend:
     """One array library, as polyattn sees it. Subclass it, and give an instance to the entry point."""
 
@@ -130,20 +46,31 @@ class Backend:
     """The name under which users select it; compared without case, ``-`` and ``_`` alike."""
     api_version: int = API_VERSION
     array_modules: tuple[str, ...]
-    """Top-level modules of the library's array types, ``("torch",)`` for instance; the first is the one to import."""
+    """Modules of the library's array types, ``("torch",)`` for instance; the first is the one to import.
+
+    Where that is a part of a package, ``("dask.array", "dask")``, the package follows it.
+    """
     install: str = ""
     """The exact command that installs the library."""
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """Which features of :data:`polyattn.backend.FEATURES` the library has not, each with the reason.
+
+    One that neither the library nor an unused hook tells of belongs here; of the others it may say why. The
+    conformance kit fails where the library has what is declared lacking, or lacks what is not.
+    """
 
     def status(self) -> Status:
         """Say whether the library can be used here: it is there, and importing it goes well. It must not raise."""
         module = self.array_modules[0]
+        package = module.partition(".")[0]
         try:
-            if importlib.util.find_spec(module) is None:
-                return Status("not installed", reason=f"the package {module} is missing", install=self.install)
+            if importlib.util.find_spec(package) is None:
+                return Status("not installed", reason=f"the package {package} is missing", install=self.install)
             library = importlib.import_module(module)
         except Exception as error:
             return Status("unavailable", reason=f"import {module} failed: {error}", install=self.install)
-        return Status("ready", version=str(getattr(library, "__version__", "")))
+        version = getattr(library, "__version__", getattr(sys.modules[package], "__version__", ""))
+        return Status("ready", version=str(version))
 
     def devices(self) -> tuple[str, ...]:
         """Return the devices that this process can address, the default one first.
@@ -226,10 +153,20 @@ class Backend:
         return function
 
     def register(self, kind: type) -> None:
-        """Let a dataclass of polyattn's cross the compiler's boundary; the fallback compiles nothing.
+        """Let a dataclass or a layer of polyattn's cross the compiler's boundary; the fallback compiles nothing.
 
-        Its ``DATA_FIELDS`` name the fields that are arrays, its ``STATIC_FIELDS`` the others.
+        Of a dataclass ``DATA_FIELDS`` name the fields that are arrays, ``STATIC_FIELDS`` the others. A layer's
+        ``flattened()`` gives its arrays and the rest, which has their ``names`` and can be looked up, and
+        ``kind.unflattened(rest, arrays)`` a layer.
         """
+
+    def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
+        """Return ``function(*arrays)``, of a function that treats every row for itself: the last ``axes`` axes.
+
+        The arrays have their other axes in common, and so has the result, an array or a tuple of them. So a
+        backend may give it some rows at a time.
+        """
+        return function(*arrays)
 
     def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
         """Run ``carry, y = body(carry, i)`` for each i below ``length`` (at least 1), as ``jax.lax.scan`` does.
@@ -301,16 +238,3 @@ class Backend:
     def imported(self) -> bool:
         """Say whether the library is imported already; where it is not, no array can be its own."""
         return any(module in sys.modules for module in self.array_modules)
-
-
-class Place(NamedTuple):
-    """A library and a device of it. ``device`` is None where a trace hides it: it is then whatever the library uses."""
-
-    backend: Backend
-    device: str | None
-
-    def __str__(self) -> str:
-        return self.backend.name if self.device is None else f"{self.backend.name} on {self.device}"
-
-    def __repr__(self) -> str:
-        return f"<{self}>"

@@ -1,0 +1,50 @@
+"""The blocked kernel: what it computes, and what it leaves to the generic one.
+
+What is not finite is left to the generic kernel, which isolates excluded keys:
+every result is looked at, which is a pass over rows, not over scores.
+"""
+
+from __future__ import annotations
+
+from polyattn.backend import AlibiBias, Array, Problem, StructuredBias, StructuredMask, TiledKernel
+
+from ._blocked import NotFinite, forward, wide
+from ._blocked_backward import backward
+
+__all__ = ["BlockedKernel"]
+
+TILED = TiledKernel()
+
+
+class BlockedKernel:
+    """Attention on NumPy arrays of any size, in linear memory."""
+
+    name = "blocked"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support all but a dropout of 1, structure other than ALiBi, and a bias that is wider than the inputs."""
+        if problem.dropout == 1:
+            return "a dropout of 1 is left to the generic kernel"
+        if isinstance(problem.mask, StructuredMask):
+            return "a structured mask is left to the generic kernel, which skips its tiles"
+        if isinstance(problem.bias, StructuredBias):
+            return None if isinstance(problem.bias, AlibiBias) else "a table of biases is left to the generic kernel"
+        if problem.bias is not None and problem.bias.dtype.itemsize > wide(problem).itemsize:
+            return "a float64 bias of narrower inputs is left to the generic kernel"
+        return None
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Sum exp(score) v and exp(score) over the tiles of each row, and divide once."""
+        try:
+            return forward(q, k, v, problem)
+        except NotFinite:
+            return TILED.forward(q, k, v, problem)
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Compute each tile's weights again from lse, and reverse the lines of the forward."""
+        try:
+            return backward(dout, dlse, q, k, v, out, lse, problem)
+        except NotFinite:
+            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
