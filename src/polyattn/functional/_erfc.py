@@ -51,7 +51,7 @@ def erfc(xp: Any, x: Array) -> Array:
     if dtype_name(x.dtype) == "float32":
         t = 1 / (1 + size * STEEPNESS)
         tail = xp.exp(-square) * t * _horner(t, SINGLE)  # erfc(|x|)
-        return xp.where(x < 0, 2 - tail, tail)
+        return tail + xp.astype(x < 0, x.dtype) * (2 - 2 * tail)  # NumPy's where takes as long as ten such lines
     small = 1 - x * _ratio(square, SMALL)
     decay = xp.exp(-square)
     middle = decay * _ratio(xp.where(size < 4, size, xp.full_like(size, 4)), MIDDLE)

@@ -23,20 +23,28 @@ class GegluGrads(NamedTuple):
 def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, tuple[Array, Array]]:
     """Return gate · Φ(gate) · up."""
     xp = backend.namespace()
-    wide = widen(xp, gate)
-    phi = distribution(xp, wide, approximate)
-    return cast(xp, wide * phi * widen(xp, up), gate.dtype), (gate, up)
+
+    def formula(gate: Array, up: Array) -> Array:
+        wide = widen(xp, gate)
+        return cast(xp, wide * distribution(xp, wide, approximate) * widen(xp, up), gate.dtype)
+
+    return backend.by_rows(formula, gate, up, axes=0), (gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approximate: str) -> tuple[Array, Array]:
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
     xp, (gate, up) = backend.namespace(), saved
-    dy_, wide = widen(xp, dy), widen(xp, gate)
-    phi = distribution(xp, wide, approximate)
-    # y = gate · Φ(gate) · up
-    dup = dy_ * (wide * phi)
-    dgate = dy_ * widen(xp, up) * (phi + wide * density(xp, wide, approximate))
-    return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
+
+    def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+        dy_, wide = widen(xp, dy), widen(xp, gate)
+        phi = distribution(xp, wide, approximate)
+        # y = gate · Φ(gate) · up
+        dup = dy_ * (wide * phi)
+        dgate = dy_ * widen(xp, up) * (phi + wide * density(xp, wide, approximate))
+        return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
+
+    dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
+    return dgate, dup
 
 
 _operation = Operation("geglu", forward, backward)

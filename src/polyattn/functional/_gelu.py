@@ -27,16 +27,24 @@ class GeluGrads(NamedTuple):
 def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tuple[Array]]:
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
     xp = backend.namespace()
-    wide = widen(xp, x)
-    return cast(xp, wide * distribution(xp, wide, approximate), x.dtype), (x,)
+
+    def formula(x: Array) -> Array:
+        wide = widen(xp, x)
+        return cast(xp, wide * distribution(xp, wide, approximate), x.dtype)
+
+    return backend.by_rows(formula, x, axes=0), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
     """Return dy · (Φ(x) + x · Φ′(x))."""
     xp, (x,) = backend.namespace(), saved
-    wide = widen(xp, x)
-    slope = distribution(xp, wide, approximate) + wide * density(xp, wide, approximate)
-    return (cast(xp, widen(xp, dy) * slope, x.dtype),)
+
+    def formula(dy: Array, x: Array) -> Array:
+        wide = widen(xp, x)
+        slope = distribution(xp, wide, approximate) + wide * density(xp, wide, approximate)
+        return cast(xp, widen(xp, dy) * slope, x.dtype)
+
+    return (backend.by_rows(formula, dy, x, axes=0),)
 
 
 def distribution(xp: Any, x: Array, approximate: str) -> Array:

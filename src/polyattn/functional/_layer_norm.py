@@ -24,19 +24,24 @@ def forward(
     backend: Backend, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int = 1
 ) -> tuple[Array, tuple[Array | None, ...]]:
     """Return x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), all in float32 at least."""
-    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
-    centred = widen(xp, x)
-    # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
-    for _ in range(2):
-        centred = centred - xp.sum(centred, axis=last, keepdims=True) / n
-    rstd = 1 / xp.sqrt(xp.sum(centred * centred, axis=last, keepdims=True) / n + eps)  # (…, 1)
-    xhat = centred * rstd
-    y = xhat
-    if weight is not None:
-        y = y * widen(xp, weight)
-    if bias is not None:
-        y = y + widen(xp, bias)
-    return cast(xp, y, x.dtype), (xhat, rstd, weight, bias)
+    xp = backend.namespace()
+
+    def formula(x: Array) -> tuple[Array, Array, Array]:
+        centred, (_, last, n) = widen(xp, x), trailing(x, axes)
+        # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
+        for _ in range(2):
+            centred = centred - xp.sum(centred, axis=last, keepdims=True) / n
+        rstd = 1 / xp.sqrt(xp.sum(centred * centred, axis=last, keepdims=True) / n + eps)  # (…, 1)
+        xhat = centred * rstd
+        y = xhat
+        if weight is not None:
+            y = y * widen(xp, weight)
+        if bias is not None:
+            y = y + widen(xp, bias)
+        return cast(xp, y, x.dtype), xhat, rstd
+
+    y, xhat, rstd = backend.by_rows(formula, x, axes=axes)
+    return y, (xhat, rstd, weight, bias)
 
 
 def backward(
@@ -44,15 +49,20 @@ def backward(
 ) -> tuple[Array, Array | None, Array | None]:
     """Return dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / √(var + eps), and the sums for weight and bias."""
     xp, (xhat, rstd, weight, bias) = backend.namespace(), saved
-    dy_, (rows, last, n) = widen(xp, dy), trailing(dy, axes)
+    dy_, (rows, _, _) = widen(xp, dy), trailing(dy, axes)
     # y = x̂ · weight + bias
     dbias = None if bias is None else cast(xp, xp.sum(dy_, axis=rows), bias.dtype)  # (*features)
     dweight = None if weight is None else cast(xp, xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (*features)
-    dxhat = dy_ if weight is None else dy_ * widen(xp, weight)
-    # x̂ = (x − mean(x)) · rstd(x)
-    along = xp.sum(dxhat * xhat, axis=last, keepdims=True) / n
-    dx = (dxhat - xp.sum(dxhat, axis=last, keepdims=True) / n - xhat * along) * rstd
-    return cast(xp, dx, dy.dtype), dweight, dbias
+
+    def formula(dy: Array, xhat: Array, rstd: Array) -> Array:
+        _, last, n = trailing(dy, axes)
+        dxhat = widen(xp, dy) if weight is None else widen(xp, dy) * widen(xp, weight)
+        # x̂ = (x − mean(x)) · rstd(x)
+        along = xp.sum(dxhat * xhat, axis=last, keepdims=True) / n
+        dx = (dxhat - xp.sum(dxhat, axis=last, keepdims=True) / n - xhat * along) * rstd
+        return cast(xp, dx, dy.dtype)
+
+    return backend.by_rows(formula, dy, xhat, rstd, axes=axes), dweight, dbias
 
 
 _operation = Operation("layer_norm", forward, backward)

@@ -25,11 +25,16 @@ def forward(
     backend: Backend, x: Array, weight: Array, bias: Array | None
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
     """Return x W + b."""
-    xp = backend.namespace()
-    y = xp.matmul(_rows(xp, x), widen(xp, weight))  # (rows, out)
-    if bias is not None:
-        y = y + widen(xp, bias)
-    return cast(xp, xp.reshape(y, (*x.shape[:-1], weight.shape[1])), x.dtype), (x, weight, bias)
+    xp, wide = backend.namespace(), widen(backend.namespace(), weight)
+
+    def formula(x: Array) -> Array:
+        y = xp.matmul(widen(xp, x), wide)  # (rows, out)
+        if bias is not None:
+            y = y + widen(xp, bias)
+        return cast(xp, y, x.dtype)
+
+    y = backend.by_rows(formula, _rows(xp, x))
+    return xp.reshape(y, (*x.shape[:-1], weight.shape[1])), (x, weight, bias)
 
 
 def backward(
@@ -37,7 +42,7 @@ def backward(
 ) -> tuple[Any, Array, Array | None]:
     """Return dy Wᵀ (None unless ``inputs``), xᵀ dy and Σ dy, summed over every leading axis, in float32 at least."""
     xp, (x, weight, bias) = backend.namespace(), saved
-    x_rows, dy_rows = _rows(xp, x), _rows(xp, dy)
+    x_rows, dy_rows = _rows(xp, widen(xp, x)), _rows(xp, widen(xp, dy))
     # y = x W + b
     dbias = None if bias is None else cast(xp, xp.sum(dy_rows, axis=0), bias.dtype)  # (out,)
     dweight = cast(xp, xp.matmul(xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
@@ -49,7 +54,7 @@ def backward(
 
 def _rows(xp: Any, x: Array) -> Array:
     """(…, features) → (rows, features): one product of matrices, where three axes are a product for each item."""
-    return xp.reshape(widen(xp, x), (math.prod(x.shape[:-1]), x.shape[-1]))
+    return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 _operation = Operation("linear", forward, backward)

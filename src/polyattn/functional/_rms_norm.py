@@ -23,13 +23,18 @@ def forward(
     backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
     """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
-    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
-    wide = widen(xp, x)
-    rstd = 1 / xp.sqrt(xp.sum(wide * wide, axis=last, keepdims=True) / n + eps)  # (…, 1)
-    y = wide * rstd
-    if weight is not None:
-        y = y * widen(xp, weight)
-    return cast(xp, y, x.dtype), (x, rstd, weight)
+    xp = backend.namespace()
+
+    def formula(x: Array) -> tuple[Array, Array]:
+        wide, (_, last, n) = widen(xp, x), trailing(x, axes)
+        rstd = 1 / xp.sqrt(xp.sum(wide * wide, axis=last, keepdims=True) / n + eps)  # (…, 1)
+        y = wide * rstd
+        if weight is not None:
+            y = y * widen(xp, weight)
+        return cast(xp, y, x.dtype), rstd
+
+    y, rstd = backend.by_rows(formula, x, axes=axes)
+    return y, (x, rstd, weight)
 
 
 def backward(
@@ -37,14 +42,20 @@ def backward(
 ) -> tuple[Array, Array | None]:
     """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
     xp, (x, rstd, weight) = backend.namespace(), saved
-    dy_, (rows, last, n) = widen(xp, dy), trailing(dy, axes)
-    xhat = widen(xp, x) * rstd
+    rows, _, _ = trailing(dy, axes)
     # y = x̂ · weight
-    dweight = None if weight is None else cast(xp, xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (*features)
-    dxhat = dy_ if weight is None else dy_ * widen(xp, weight)
-    # x̂ = x · rstd(x)
-    dx = (dxhat - xhat * (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n)) * rstd
-    return cast(xp, dx, dy.dtype), dweight
+    dweight = None
+    if weight is not None:
+        dweight = cast(xp, xp.sum(widen(xp, dy) * (widen(xp, x) * rstd), axis=rows), weight.dtype)  # (*features)
+
+    def formula(dy: Array, x: Array, rstd: Array) -> Array:
+        xhat, (_, last, n) = widen(xp, x) * rstd, trailing(dy, axes)
+        dxhat = widen(xp, dy) if weight is None else widen(xp, dy) * widen(xp, weight)
+        # x̂ = x · rstd(x)
+        dx = (dxhat - xhat * (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n)) * rstd
+        return cast(xp, dx, dy.dtype)
+
+    return backend.by_rows(formula, dy, x, rstd, axes=axes), dweight
 
 
 _operation = Operation("rms_norm", forward, backward)

@@ -20,17 +20,25 @@ class SiluGrads(NamedTuple):
 def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
     """Return x · σ(x)."""
     xp = backend.namespace()
-    wide = widen(xp, x)
-    sigmoid, _ = logistic(xp, wide)
-    return cast(xp, wide * sigmoid, x.dtype), (x,)
+
+    def formula(x: Array) -> Array:
+        wide = widen(xp, x)
+        sigmoid, _ = logistic(xp, wide)
+        return cast(xp, wide * sigmoid, x.dtype)
+
+    return backend.by_rows(formula, x, axes=0), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
     """Return dy · (σ(x) + x · σ′(x))."""
     xp, (x,) = backend.namespace(), saved
-    wide = widen(xp, x)
-    sigmoid, slope = logistic(xp, wide)
-    return (cast(xp, widen(xp, dy) * (sigmoid + wide * slope), x.dtype),)
+
+    def formula(dy: Array, x: Array) -> Array:
+        wide = widen(xp, x)
+        sigmoid, slope = logistic(xp, wide)
+        return cast(xp, widen(xp, dy) * (sigmoid + wide * slope), x.dtype)
+
+    return (backend.by_rows(formula, dy, x, axes=0),)
 
 
 def logistic(xp: Any, x: Array) -> tuple[Array, Array]:

@@ -22,20 +22,29 @@ class SwigluGrads(NamedTuple):
 def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return gate · σ(gate) · up."""
     xp = backend.namespace()
-    wide = widen(xp, gate)
-    sigmoid, _ = logistic(xp, wide)
-    return cast(xp, wide * sigmoid * widen(xp, up), gate.dtype), (gate, up)
+
+    def formula(gate: Array, up: Array) -> Array:
+        wide = widen(xp, gate)
+        sigmoid, _ = logistic(xp, wide)
+        return cast(xp, wide * sigmoid * widen(xp, up), gate.dtype)
+
+    return backend.by_rows(formula, gate, up, axes=0), (gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
     xp, (gate, up) = backend.namespace(), saved
-    dy_, wide = widen(xp, dy), widen(xp, gate)
-    sigmoid, slope = logistic(xp, wide)
-    # y = gate · σ(gate) · up
-    dup = dy_ * (wide * sigmoid)
-    dgate = dy_ * widen(xp, up) * (sigmoid + wide * slope)
-    return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
+
+    def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+        dy_, wide = widen(xp, dy), widen(xp, gate)
+        sigmoid, slope = logistic(xp, wide)
+        # y = gate · σ(gate) · up
+        dup = dy_ * (wide * sigmoid)
+        dgate = dy_ * widen(xp, up) * (sigmoid + wide * slope)
+        return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
+
+    dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
+    return dgate, dup
 
 
 _operation = Operation("swiglu", forward, backward)
