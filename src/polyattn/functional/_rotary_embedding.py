@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..backend import Array, Backend, Cache, dtype_name
+from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, wide, widen
 from . import _embedding
@@ -25,6 +23,7 @@ from ._operation import (
     is_number,
     shown,
 )
+from ._rotary_angles import counted, signed, turns
 from ._rotary_scaling import RotaryScaling
 
 __all__ = [
@@ -32,8 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 DEFAULT_BASE = 10000.0
-DIGIT = 2**12
-"""Positions and turns are multiplied 12 bits by 12 bits: float32 holds the products exactly."""
 
 
 class RotaryEmbeddingGrads(NamedTuple):
@@ -62,8 +59,8 @@ def forward(
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
     if cos is None or sin is None:
         if positions is None:
-            positions = _counted(xp, x.shape[-2], start if offset is None else _signed(xp, offset), device)
-        angles = math.tau * _turns(xp, _signed(xp, positions), rotation.frequencies, wide(xp, x.dtype), device)
+            positions = counted(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
+        angles = math.tau * turns(xp, signed(xp, positions), rotation.frequencies, wide(xp, x.dtype), device)
         cos, sin = xp.cos(angles), xp.sin(angles)  # (…, n, dim / 2)
     else:
         if positions is not None:
@@ -95,47 +92,6 @@ def _turned(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Arr
     y = xp.reshape(xp.stack([y1, y2], axis=-1), (*x.shape[:-1], dim)) if interleaved else xp.concat([y1, y2], axis=-1)
     y = cast(xp, y, x.dtype)
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
-
-
-def _turns(xp: Any, positions: Array, frequencies: tuple[float, ...], dtype: Any, device: Any) -> Array:
-    """Return position · frequency in turns, less the whole ones, (…, n, dim / 2).
-
-    No digit is lost at positions below 2²⁴, where a product in float32 would be wrong by a radian: position and
-    turns are cut into digits, and whole turns are dropped from each product before the sum.
-    """
-    total = 0
-    for digit, parts in zip((positions % DIGIT, positions // DIGIT), _digits(frequencies), strict=True):
-        digit = cast(xp, digit, dtype)[..., None]
-        for part in parts:
-            product = digit * xp.asarray(part, dtype=dtype, device=device)
-            total = total + (product - xp.round(product))
-        total = total - xp.round(total)
-    return total
-
-
-@functools.lru_cache(maxsize=64)
-def _digits(frequencies: tuple[float, ...]) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the turns of one position, and those of DIGIT positions, as sums: 12 bits, 12 bits and the rest."""
-
-    def cut(rest: NDArray[np.float64]) -> list[list[float]]:
-        first = np.floor(rest * DIGIT) / DIGIT
-        second = np.floor((rest - first) * DIGIT**2) / DIGIT**2
-        return [part.tolist() for part in (first, second, rest - first - second)]
-
-    turns = np.asarray(frequencies) / math.tau
-    return cut(turns % 1), cut(turns * DIGIT % 1)
-
-
-def _counted(xp: Any, n: int, start: int | Array, device: Any) -> Array:
-    """Return start, start + 1, …: ``(n,)``, or ``(…, n)`` for starts ``(…)``."""
-    if isinstance(start, int):
-        return xp.arange(start, start + n, dtype=xp.int32, device=device)
-    return start[..., None] + xp.arange(n, dtype=start.dtype, device=device)
-
-
-def _signed(xp: Any, x: Array) -> Array:
-    """Return integers as int32 or int64: torch hardly computes with unsigned ones."""
-    return cast(xp, x, xp.int64 if dtype_name(x.dtype).endswith("64") else xp.int32)
 
 
 _operation = Operation("rotary_embedding", forward, backward)
@@ -266,7 +222,12 @@ def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: A
     scaling = RotaryScaling() if scaling is None else scaling
     if not isinstance(scaling, RotaryScaling):
         raise ArgumentError(f"scaling: expected a RotaryScaling such as YaRNScaling(…) or None, got {shown(scaling)}")
-    return Rotation(tuple(scaling.frequencies(dim, float(base)).tolist()), scaling.magnitude, bool(interleaved))
+    return Rotation(frequencies(scaling, dim, float(base)), scaling.magnitude, bool(interleaved))
+
+
+def frequencies(scaling: RotaryScaling, dim: int, base: float) -> tuple[float, ...]:
+    """Return the angles by which one position turns each pair; torch.compile asks for them once."""
+    return tuple(scaling.frequencies(dim, base).tolist())
 
 
 def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...], dim: int | None) -> int:

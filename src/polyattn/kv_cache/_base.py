@@ -24,7 +24,7 @@ from ..functional._operation import (
 from ..selection import Bound, bound
 from ._lengths import known, native, rewound
 
-__all__ = ["BaseCache", "size_of"]
+__all__ = ["BaseCache", "size_of", "sizes_of"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -249,6 +249,13 @@ class BaseCache:
 def alike(starts: Any) -> int | Any:
     """Return NumPy's integers as one, if they are all the same."""
     return int(starts[0]) if (starts == starts[0]).all() else starts
+
+
+def sizes_of(head_dim: Any, value_dim: Any, **sizes: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return a cache's sizes in their order, and the features of its keys and values."""
+    lead = tuple(size_of(name, x) for name, x in sizes.items())
+    d_k = size_of("head_dim", head_dim)
+    return lead, (d_k, d_k if value_dim is None else size_of("value_dim", value_dim))
 
 
 def size_of(name: str, x: Any, least: int = 1) -> int:

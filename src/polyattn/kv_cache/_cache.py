@@ -8,14 +8,15 @@ from typing import Any, Self
 from ..backend import Array
 from ..functional._arguments import checked_call
 from ..functional._attention import _operation as attention
-from ._base import BaseCache, size_of
-from ._lengths import grown, known
+from ._base import sizes_of
+from ._in_order import InOrderCache
+from ._lengths import grown
 
 __all__ = ["KVCache"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KVCache(BaseCache):
+class KVCache(InOrderCache):
     """Keys and values of up to ``capacity`` positions, for each entry of a batch as many as it has. Use :meth:`create`.
 
     A cache is bound to a place like a layer: made by ``backend=`` or under a selection it takes arrays of any
@@ -66,24 +67,8 @@ class KVCache(BaseCache):
         ------
         ArgumentError, DTypeError, UnknownBackendError, BackendUnavailableError
         """
-        value_dim = head_dim if value_dim is None else value_dim
-        sizes = {"batch": batch, "kv_heads": kv_heads, "capacity": capacity, "head_dim": head_dim}
-        *lead, d_k, d_v = (size_of(name, x) for name, x in {**sizes, "value_dim": value_dim}.items())
-        return cls._made(lead[0], tuple(lead), (d_k, d_v), dtype, backend, device)
-
-    @property
-    def k(self) -> Array:
-        """The keys, (B, H_kv, n, d_k): a view up to the longest entry, to the capacity where lengths are traced."""
-        return self._fresh().keys[:, :, : self._longest(), :]
-
-    @property
-    def v(self) -> Array:
-        """The values, (B, H_kv, n, d_v), as :attr:`k`."""
-        return self._fresh().values[:, :, : self._longest(), :]
-
-    def _longest(self) -> int | None:
-        held = known(self.counts, self.place)
-        return None if held is None else int(held.max())
+        shape, features = sizes_of(head_dim, value_dim, batch=batch, kv_heads=kv_heads, capacity=capacity)
+        return cls._made(shape[0], shape, features, dtype, backend, device)
 
     def _grown(self, n: int) -> dict[str, Any]:
         return {"counts": grown(self.counts, n, self.capacity, self.place)}
@@ -93,9 +78,7 @@ class KVCache(BaseCache):
         return put(self.keys, k, start, 2), put(self.values, v, start, 2)
 
     def _attended(self, q: Array, arguments: dict[str, Any]) -> Array:
-        start, longest, n_q = self._start(), self._longest(), q.shape[-2]
-        # A library that compiles would do so for each new length: there the whole memory is read.
-        end = longest if self.in_place and longest is not None else self.capacity
+        start, end, n_q = self._start(), self._read(), q.shape[-2]
         k, v = self.keys[:, :, :end, :], self.values[:, :, :end, :]
         where: dict[str, Any] = {"q_offset": self.lengths - n_q, "key_lengths": self.lengths}
         if isinstance(start, int):

@@ -11,9 +11,9 @@ from array_api_compat import numpy as host
 from ..backend import Array
 from ..errors import ArgumentError
 from ..functional._arguments import checked_call
-from ..functional._operation import expect_shape
+from ..functional._operation import Shaped, expect_shape
 from ..kernels import Sizes, StructuredMask
-from ._base import BaseCache, size_of
+from ._base import BaseCache, sizes_of
 from ._lengths import known, native, rewound
 from ._paged_attention import ARRAYS, operation
 from ._pages import Pages, needed
@@ -82,12 +82,11 @@ class PagedKVCache(BaseCache):
         ------
         ArgumentError, DTypeError, UnknownBackendError, BackendUnavailableError
         """
-        sizes = {"batch": batch, "kv_heads": kv_heads, "pages": pages, "page_size": page_size, "head_dim": head_dim}
-        sizes["value_dim"] = head_dim if value_dim is None else value_dim
-        batch, kv_heads, pages, page_size, d_k, d_v = (size_of(name, x) for name, x in sizes.items())
+        sizes = {"batch": batch, "kv_heads": kv_heads, "pages": pages, "page_size": page_size}
+        (batch, kv_heads, pages, page_size), features = sizes_of(head_dim, value_dim, **sizes)
         free, zero = np.full(pages, -1, np.int32), np.zeros(pages, np.int32)
         shape = (pages, kv_heads, page_size)
-        return cls._made(batch, shape, (d_k, d_v), dtype, backend, device, owners=free, numbers=zero)
+        return cls._made(batch, shape, features, dtype, backend, device, owners=free, numbers=zero)
 
     # ---- what it holds ----------------------------------------------------------------------------------------
 
@@ -224,7 +223,8 @@ class PagedKVCache(BaseCache):
                 f"mask: expected an array as wide as the capacity, {self.capacity}, got "
                 f"{type(arguments['mask']).__name__}, which knows a key by its place among all; these are in pages"
             )
-        dense = [_Shaped((batch, x.shape[1], self.capacity, x.shape[3]), x.dtype) for x in (self.keys, self.values)]
+        # What there would be if the pages lay side by side: the arguments are checked against it.
+        dense = [Shaped((batch, x.shape[1], self.capacity, x.shape[3]), x.dtype) for x in (self.keys, self.values)]
         given, settings = checked_call(q, *dense, **self._cut(arguments, self.capacity), q_offset=0)
         _, heads, kv_heads, n_q, _, d_k, d_v = settings.sizes
         ledger = self._if_known() if self.in_place else None
@@ -279,15 +279,3 @@ class _Ledger(NamedTuple):
 
     counts: np.ndarray[Any, np.dtype[np.int32]]
     pages: Pages
-
-
-class _Shaped(NamedTuple):
-    """What there would be if the pages lay side by side: the caller's arguments are checked against it."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)

@@ -13,7 +13,8 @@ from ..functional._arguments import checked_call
 from ..functional._attention import _operation as attention
 from ..functional._operation import shown
 from ..kernels import StructuredBias, StructuredMask, cast
-from ._base import BaseCache, alike, size_of
+from ._base import BaseCache, alike, size_of, sizes_of
+from ._in_order import InOrderCache
 from ._lengths import known, native, rewound
 from ._ring import Ring
 
@@ -21,7 +22,7 @@ __all__ = ["SlidingKVCache"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SlidingKVCache(BaseCache):
+class SlidingKVCache(InOrderCache):
     """Keys and values of the last ``window`` positions, and of the first ``sink_tokens`` if any. Use :meth:`create`.
 
     A query sees the ``window`` positions that end with its own, as with ``window=(window - 1, 0)`` of
@@ -91,25 +92,14 @@ class SlidingKVCache(BaseCache):
         ------
         ArgumentError, DTypeError, UnknownBackendError, BackendUnavailableError
         """
-        sizes = {"batch": batch, "kv_heads": kv_heads, "window": window, "chunk": chunk, "head_dim": head_dim}
-        sizes["value_dim"] = head_dim if value_dim is None else value_dim
-        batch, kv_heads, window, chunk, d_k, d_v = (size_of(name, x) for name, x in sizes.items())
+        sizes = {"batch": batch, "kv_heads": kv_heads, "window": window, "chunk": chunk}
+        (batch, kv_heads, window, chunk), features = sizes_of(head_dim, value_dim, **sizes)
         sink_tokens = size_of("sink_tokens", sink_tokens, least=0)
         shape = (batch, kv_heads, Ring(sink_tokens, window + chunk - 1).slots)
         return cls._made(
-            batch, shape, (d_k, d_v), dtype, backend, device, lows=np.zeros(batch, np.int32),
+            batch, shape, features, dtype, backend, device, lows=np.zeros(batch, np.int32),
             window=window, sink_tokens=sink_tokens, chunk=chunk,
         )  # fmt: skip
-
-    @property
-    def k(self) -> Array:
-        """The keys as they lie in memory, (B, H_kv, n, d_k), n at most the capacity; a view."""
-        return self._fresh().keys[:, :, : self._end(), :]
-
-    @property
-    def v(self) -> Array:
-        """The values, (B, H_kv, n, d_v), as :attr:`k`."""
-        return self._fresh().values[:, :, : self._end(), :]
 
     @property
     def key_positions(self) -> Array:
@@ -121,11 +111,6 @@ class SlidingKVCache(BaseCache):
     @property
     def _ring(self) -> Ring:
         return Ring(self.sink_tokens, self.window + self.chunk - 1)
-
-    def _end(self) -> int | None:
-        """Return how much of the memory is written, None where that is not known."""
-        held = known(self.counts, self.place)
-        return None if held is None else min(int(held.max()), self.capacity)
 
     def _positions(self, xp: Any, counts: Array, lows: Array, slots: int) -> Array:
         device = None if xp is np else self.place.backend.native_device(self.place.device)
@@ -198,8 +183,7 @@ class SlidingKVCache(BaseCache):
                 )
         n_q = int(q.shape[-2])
         self._expect_held(n_q)
-        end = self._end() if self.in_place else None
-        end = self.capacity if end is None else end
+        end = self._read()
         k, v = self.keys[:, :, :end, :], self.values[:, :, :end, :]
         arrays, settings = checked_call(q, k, v, **self._cut(arguments, end), q_offset=0)
         trip = self._embarked_but(arrays, {"k": arrays["k"], "v": arrays["v"]})
