@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from . import functional, optim
 from ._version import __version__
-from .conversion import to_backend, transfers
+from .account import transfers
+from .conversion import to_backend
 from .errors import (
     ArgumentError,
     BackendMismatchError,

@@ -1,14 +1,16 @@
-"""A library without a plugin, known only by the namespace that its arrays give."""
+"""Libraries without a plugin: known by the namespace that their arrays give, or only by what they export."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .backend import Array, Backend, BackendMismatchError, Status
 
-__all__ = ["GenericBackend", "namespace_of"]
+__all__ = ["Exporter", "GenericBackend", "namespace_of"]
 
 # What an array API namespace has at the least, to tell one from any other object.
 FUNCTIONS = ("asarray", "astype", "matmul", "reshape", "sum")
@@ -69,6 +71,41 @@ class GenericBackend(Backend):
             raise BackendMismatchError(
                 f"{self.name} has no plugin, and its array on {self.device_of(x)} cannot be exchanged with other "
                 f"libraries ({type(error).__name__}: {error})"
+            ) from error
+
+
+class Exporter(Backend):
+    """The library of an object of which nothing is known but ``__dlpack__``: one can take it over, and that is all."""
+
+    # DLPack's numbers of the devices whose names polyattn has; the host's pinned memory is the host's.
+    DEVICES: ClassVar[Mapping[int, str]] = {1: "cpu", 2: "cuda", 3: "cpu", 8: "mps"}
+
+    def __init__(self, x: Any) -> None:
+        self.name = f"{type(x).__module__}.{type(x).__qualname__}"
+        with self.exchange():
+            kind, index = x.__dlpack_device__()
+            kind = self.DEVICES.get(int(kind), f"DLPack device {int(kind)}")
+        self.device = kind if kind == "cpu" else f"{kind}:{index}"
+
+    def viewable(self, x: Array) -> bool:
+        """Say whether it lies on the host."""
+        return self.device == "cpu"
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        """Return NumPy's view of it, or a copy of what lies elsewhere; a view already taken comes back itself."""
+        if isinstance(x, np.ndarray):
+            return x
+        with self.exchange():
+            return np.from_dlpack(x) if self.device == "cpu" else np.from_dlpack(x, device="cpu")
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Say of whatever goes wrong meanwhile, in code that is not ours on either side, what it was about."""
+        try:
+            yield
+        except Exception as error:
+            raise BackendMismatchError(
+                f"this {self.name} cannot be taken over through DLPack ({type(error).__name__}: {error})"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""The one place where arrays change library or device, and the account that is kept of it.
+"""The one place where arrays change library or device.
 
 On the host every conversion goes by way of a NumPy view of the source's memory
 (no copy), because NumPy alone can describe every layout: the view is handed to
@@ -8,92 +8,19 @@ libraries on the same accelerator the arrays go directly, through DLPack.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 
 from . import registry
+from ._generic import Exporter
+from .account import Crossing, permit, record
 from .backend import Array, Backend, Place, dtype_name
-from .errors import ArgumentError, BackendMismatchError, BackendUnavailableError, DTypeError
+from .errors import ArgumentError, BackendMismatchError, BackendUnavailableError, DTypeError, PolyattnError
 
-__all__ = [
-    "Crossing", "Transfers", "bring", "checked_device", "destination", "move", "permit", "place_of", "to_backend",
-    "transfers",
-]  # fmt: skip
-
-logger = logging.getLogger("polyattn")
-
-
-class Crossing(NamedTuple):
-    """One array that changed library or device."""
-
-    what: str
-    source: str
-    target: str
-    copied: bool
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.source} -> {self.target} ({'copied' if self.copied else 'shared'})"
-
-
-@dataclass
-class Transfers:
-    """The account of a ``with transfers(...)`` block."""
-
-    mode: str
-    crossings: list[Crossing] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """How many arrays crossed."""
-        return len(self.crossings)
-
-
-_accounts: ContextVar[tuple[Transfers, ...]] = ContextVar("polyattn_transfers", default=())
-
-
-@contextmanager
-def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Transfers]:
-    """Keep account of every array that polyattn moves between libraries or devices.
-
-    Parameters
-    ----------
-    mode : {"allow", "log", "forbid"}
-        "log" also writes each crossing to the logger ``polyattn``; "forbid" raises before anything moves.
-
-    Yields
-    ------
-    Transfers
-        With ``count``, and ``crossings``: what went from where to where, copied or not.
-
-    Raises
-    ------
-    BackendMismatchError
-        In mode "forbid", at the first array that would have crossed.
-    ArgumentError
-        If there is no such mode.
-
-    Examples
-    --------
-    >>> import numpy as np, polyattn as pa
-    >>> with pa.transfers("forbid") as account:
-    ...     y = pa.functional.softmax(np.zeros((2, 4)))
-    >>> account.count
-    0
-    """
-    if mode not in ("allow", "log", "forbid"):
-        raise ArgumentError(f"mode: expected 'allow', 'log' or 'forbid', got {mode!r}")
-    account = Transfers(mode)
-    _accounts.set((*_accounts.get(), account))
-    try:
-        yield account
-    finally:
-        _accounts.set(tuple(other for other in _accounts.get() if other is not account))
+__all__ = ["bring", "checked_device", "destination", "move", "place_of", "to_backend"]
 
 
 def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None = None) -> Array:
@@ -107,7 +34,9 @@ def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None
     Parameters
     ----------
     x : array
-        Of any library with a plugin, or with ``__array_namespace__`` and ``__dlpack__``.
+        Of any library with a plugin or with ``__array_namespace__``; or any object with ``__dlpack__`` and
+        ``__dlpack_device__``. One that keeps to DLPack before version 1 cannot say that it may be written to, and
+        is copied; one of a dtype that NumPy lacks stays out.
     name : str
         The backend to go to.
     device : str, optional
@@ -120,7 +49,7 @@ def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None
     UnknownBackendError, BackendUnavailableError
         If there is no such backend or device, or it cannot be used.
     BackendMismatchError
-        If ``x`` is traced or requires gradients, or has to be copied with ``copy=False``.
+        If ``x`` is no array, is traced or requires gradients, or has to be copied with ``copy=False``.
     DTypeError
         If the target has no such element type (float64 on JAX in 32-bit mode, for instance).
     ArgumentError
@@ -136,8 +65,24 @@ def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None
     if copy not in (True, False, None):
         raise ArgumentError(f"copy: expected True, False or None, got {copy!r}")
     backend = registry.ready(name)
-    home = place_of({"x": x})
+    x, home = _at_home(x)
     return move(x, destination(home, name, checked_device(backend, device)), home=home, copy=copy)
+
+
+def _at_home(x: Array) -> tuple[Array, Place]:
+    """Return an array and its place; of an object on the host that has ``__dlpack__`` alone, NumPy's view of it."""
+    try:
+        registry.owner(x)
+    except BackendMismatchError:
+        if not hasattr(x, "__dlpack__"):
+            raise
+    else:
+        return x, place_of({"x": x})
+    try:
+        exporter = Exporter(x)
+        return exporter.to_numpy(x) if exporter.device == "cpu" else x, Place(exporter, exporter.device)
+    except BackendMismatchError as error:
+        raise BackendMismatchError(f"x: {error}") from error.__cause__
 
 
 def place_of(arrays: Mapping[str, Array | None]) -> Place:
@@ -207,7 +152,7 @@ def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, 
         result, copied = _carry(x, home, place, copy)
     except (BackendMismatchError, DTypeError) as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
-    _account(Crossing(name, str(home), str(place), copied))
+    record(Crossing(name, str(home), str(place), copied))
     return result
 
 
@@ -223,58 +168,50 @@ def bring(x: Array, place: Place, *, name: str, home: Place) -> Array:
             if values.size and (values.max() > np.iinfo(np.int32).max or values.min() < np.iinfo(np.int32).min):
                 raise DTypeError(f"{name}: its values do not fit int32, and {error}") from None
             narrowed = place.backend.asarray(values.astype(np.int32), place.device, None)
-            _account(Crossing(name, str(home), str(place), True))
+            record(Crossing(name, str(home), str(place), True))
             return narrowed
     return move(x, place, name=name, home=home)
 
 
-def permit(x: Array, name: str, home: Place, place: Place) -> None:
-    """Raise where an array may not change its library or device."""
-    reason = home.backend.pinned(x)
-    if reason is not None and home.backend is not place.backend:
-        raise BackendMismatchError(
-            f"{name}: this array {reason}, so it cannot leave {home.backend.name} for {place}; "
-            f"select {home.backend.name}, or no backend, for it"
-        )
-    if any(account.mode == "forbid" for account in _accounts.get()):
-        raise BackendMismatchError(f"{name}: would go from {home} to {place}, and transfers are forbidden here")
-
-
-def _account(crossing: Crossing) -> None:
-    accounts = _accounts.get()
-    for account in accounts:
-        account.crossings.append(crossing)
-    if any(account.mode == "log" for account in accounts):
-        logger.info("transfer %s", crossing)
-
-
 def _carry(x: Array, home: Place, place: Place, copy: bool | None) -> tuple[Array, bool]:
     """Return the array at its place, and whether its elements were copied."""
-    place.backend.dtype(dtype_name(x.dtype))  # raises where the target cannot hold it
     source, device = home.backend, place.device
+    exporter = source if isinstance(source, Exporter) else None  # whose dtypes may have any name
+    if exporter is None:
+        place.backend.dtype(dtype_name(x.dtype))  # raises where the target cannot hold it
     if source is place.backend:  # between devices of one library
         return _required(copy, lambda: source.asarray(x, device, copy), home, place), True
     if device is not None and device != "cpu" and home.device == device:  # one accelerator, two libraries
-        return _required(copy, lambda: place.backend.asarray(x, device, copy), home, place), bool(copy)
+        with exporter.exchange() if exporter else nullcontext():
+            return _required(copy, lambda: place.backend.asarray(x, device, copy), home, place), bool(copy)
     fetched = not source.viewable(x)  # to_numpy has to copy it
     if copy is False and fetched:
         raise BackendMismatchError(f"the memory of this array on {home} cannot be shared; pass copy=None")
     view = source.to_numpy(x)
+    if exporter is not None:
+        place.backend.dtype(dtype_name(view.dtype))
     if place.backend.takes(view) and (fetched or not copy):
         result = _required(copy, lambda: place.backend.asarray(view, device, None if fetched else copy), home, place)
-        return result, fetched or not _shared(view, result, place.backend)
+        copied = fetched or not _shared(view, result, place.backend)
+        if not copied or copy is not False:
+            return result, copied
     if copy is False:
         raise BackendMismatchError(
             f"{place.backend.name} cannot share the memory of this array (strides {view.strides}, "
             f"writable {view.flags.writeable}); pass copy=None"
         )
     packed = np.array(view, dtype=view.dtype.newbyteorder("="), order="C", copy=True)
-    return place.backend.asarray(packed, device, None), True
+    return _required(None, lambda: place.backend.asarray(packed, device, None), home, place), True
 
 
-def _required(copy: bool | None, convert: Any, home: Place, place: Place) -> Array:
+def _required(copy: bool | None, convert: Callable[[], Array], home: Place, place: Place) -> Array:
+    """Convert, and say of what a library does not take (float8, mostly) that it does not."""
     try:
         return convert()
+    except PolyattnError:
+        raise
+    except (BufferError, TypeError) as error:
+        raise BackendMismatchError(f"{place.backend.name} does not take this array of {home}: {error}") from error
     except ValueError as error:
         if copy is False:
             raise BackendMismatchError(f"{home} to {place} needs a copy; pass copy=None") from error

@@ -7,13 +7,14 @@ import pytest
 
 import polyattn as pa
 from polyattn import registry
-from polyattn.backend import dtype_name
+from polyattn.backend import dtype_name, feature_of
 
+READY = [info.name for info in pa.list_backends() if info.state == "ready"]
 BASE = np.arange(24.0).reshape(2, 3, 4) - 7
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
           "float64", "complex64", "complex128")  # fmt: skip
-# Libraries that can write to one memory: between these a plain array is shared, never copied.
-SHARING = {"numpy", "torch", "array-api-strict"}
+# Between these a plain array is shared, never copied.
+SHARING = {name for name in READY if feature_of(registry.load(name), "shared_memory").present}
 
 
 def test_every_backend_is_ready_or_says_why(info):

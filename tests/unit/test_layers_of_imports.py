@@ -29,6 +29,7 @@ FLOORS = [
     ("functional",),
     ("selection",),
     ("conversion",),
+    ("account",),
     ("checkpoint",),
     ("registry",),
     ("_plugin",),

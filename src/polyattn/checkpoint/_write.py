@@ -1,0 +1,121 @@
+"""Writing one file, atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from .. import registry
+from ..backend import Array
+from ..errors import CheckpointError
+from ._format import DIGEST, digest
+
+__all__ = ["LEFTOVERS", "packed", "write_bytes", "write_tensors"]
+
+LEFTOVERS = ".polyattn-*.tmp"
+"""What a process that was killed while writing may leave beside the file; it can be deleted."""
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write named arrays to a safetensors file, atomically.
+
+    Parameters
+    ----------
+    path : path
+        The file. What it holds is replaced only once the new content lies whole on the disk: a kill at any
+        moment, a full disk and a read-only folder leave it as it was.
+    tensors : dict
+        Arrays of any library, device and layout, by name.
+    metadata : dict, optional
+        Strings by name.
+
+    Raises
+    ------
+    CheckpointError
+        If the file cannot be written, or safetensors has no such dtype or name; the message gives path and cause.
+    BackendMismatchError
+        If a value is not an array.
+
+    References
+    ----------
+    The safetensors format: https://huggingface.co/docs/safetensors
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from polyattn.checkpoint import read_tensors, write_tensors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_tensors(f"{folder}/w.safetensors", {"weight": np.eye(2)}, {"step": "7"})
+    ...     tensors, metadata = read_tensors(f"{folder}/w.safetensors")
+    >>> tensors["weight"].tolist(), metadata
+    ([[1.0, 0.0], [0.0, 1.0]], {'step': '7'})
+    """
+    arrays = packed(tensors)
+    metadata = {name: value for name, value in (metadata or {}).items() if name != DIGEST}
+    try:
+        if "__metadata__" in arrays:
+            raise ValueError("the name '__metadata__' is the format's own")
+        data = safetensors.numpy.save(arrays, metadata={**metadata, DIGEST: digest(arrays, metadata)})
+    except (safetensors.SafetensorError, TypeError, ValueError) as cause:
+        raise CheckpointError(f"{os.fspath(path)}: cannot be stored as safetensors: {cause}") from cause
+    write_bytes(path, data)
+
+
+def packed(tensors: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays on the host, little-endian and in C order.
+
+    safetensors writes the bytes in memory order whatever the strides are: of others it would write something else.
+    """
+    hosts = {name: registry.owner(x, name).to_numpy(x) for name, x in tensors.items()}
+    return {name: np.asarray(x, dtype=x.dtype.newbyteorder("<"), order="C") for name, x in hosts.items()}
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file atomically: as a temporary file in the same folder, synced, then renamed over ``path``.
+
+    Raises
+    ------
+    CheckpointError
+        If it cannot be written; what stood at ``path`` is unchanged and no temporary file is left.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(LEFTOVERS.replace("*", secrets.token_hex(4)))
+    try:
+        if target.exists() and not target.is_file():
+            raise OSError("it exists and is not a regular file")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync_folder(target.parent)
+    except OSError as cause:
+        raise CheckpointError(
+            f"{os.fspath(path)}: cannot be written: {cause.strerror or cause}; what was there is unchanged"
+        ) from cause
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable. Not every system lets a folder be opened or synced; the rename stands all the same."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
