@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
 from ..functional import _rotary_embedding
 from ..functional._operation import shown
 from ..functional._rotary_embedding import DEFAULT_BASE, Rotation, check_positions, checked_rotation
+from ..kernels._arrays import broadcast_shapes
 from . import _norm
 
 ROTARY: dict[str, Any] = {"base": DEFAULT_BASE, "dim": None, "interleaved": False, "scaling": None}
@@ -93,7 +92,7 @@ def expect_matching(query: Array, key: Array, value: Array) -> None:
     if value.shape[-2] != key.shape[-2]:
         raise ShapeError(f"value: expected key's n_k={key.shape[-2]} rows, got {tuple(value.shape)}")
     try:
-        np.broadcast_shapes(*(tuple(x.shape[:-2]) for x in (query, key, value)))
+        broadcast_shapes(*(tuple(x.shape[:-2]) for x in (query, key, value)))
     except ValueError:
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None

@@ -32,6 +32,8 @@ class MultiHeadAttention(Layer):
     ----------
     d_model : int
         Width of the inputs and of the result.
+    d_key, d_value : int, optional
+        Widths of ``key`` and ``value``, where they differ: of another modality, for instance.
     num_heads : int
         Heads of the queries, H.
     num_kv_heads : int, optional
@@ -71,8 +73,8 @@ class MultiHeadAttention(Layer):
 
     Notes
     -----
-    Parameters: ``q_proj.weight`` (d_model, H·d_k), ``k_proj.weight`` (d_model, H_kv·d_k), ``v_proj.weight``
-    (d_model, H_kv·d_v), ``out_proj.weight`` (H·d_v, d_model), and a ``.bias`` of each; with the options
+    Parameters: ``q_proj.weight`` (d_model, H·d_k), ``k_proj.weight`` (d_key, H_kv·d_k), ``v_proj.weight``
+    (d_value, H_kv·d_v), ``out_proj.weight`` (H·d_v, d_model), and a ``.bias`` of each; with the options
     ``q_norm.weight`` and ``k_norm.weight`` (d_k,), and ``sinks`` (H,).
     Rotary: Su et al. (2021). Query-key norm: Henry et al., "Query-key normalization for transformers" (2020), here
     with gains as in Qwen3 and Gemma 3. Sinks: Xiao et al. (2023), as in gpt-oss.
@@ -93,8 +95,8 @@ class MultiHeadAttention(Layer):
 
     def __init__(
         self, d_model: int = 512, num_heads: int = 8, num_kv_heads: int | None = None, head_dim: int | None = None,
-        value_dim: int | None = None, *, bias: bool = True, scale: float | str | None = None,
-        rotary: bool | Mapping[str, Any] | None = None, qk_norm: str | None = None, qk_norm_eps: float = 1e-6,
+        value_dim: int | None = None, *, d_key: int | None = None, d_value: int | None = None, bias: bool = True,
+        scale: float | str | None = None, rotary: bool | Mapping[str, Any] | None = None, qk_norm: str | None = None, qk_norm_eps: float = 1e-6,
         sinks: bool = False, window: tuple[int | None, int | None] | None = None, init: str = "xavier_uniform",
         seed: int = 0, dtype: str = "float32", backend: str | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
@@ -105,6 +107,9 @@ class MultiHeadAttention(Layer):
             )
         self.d_model, self.num_heads = d_model, num_heads
         head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.d_key, self.d_value = checked_sizes(
+            d_key=d_model if d_key is None else d_key, d_value=d_model if d_value is None else d_value
+        )
         self.num_kv_heads, self.head_dim, self.value_dim = checked_sizes(
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             head_dim=head_dim,
@@ -124,8 +129,8 @@ class MultiHeadAttention(Layer):
     def config(self) -> dict[str, Any]:
         """Return the arguments that make a layer of the same architecture."""
         names = (
-            "d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias", "scale", "rotary", "qk_norm",
-            "qk_norm_eps", "sinks", "window",
+            "d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "d_key", "d_value", "bias", "scale",
+            "rotary", "qk_norm", "qk_norm_eps", "sinks", "window",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -136,9 +141,9 @@ class MultiHeadAttention(Layer):
         ----------
         query : array (…, n_q, d_model)
             Alone: self-attention.
-        key : array (…, n_k, d_model), optional
+        key : array (…, n_k, d_key), optional
             What is attended to; alone it gives the values as well.
-        value : array (…, n_k, d_model), optional
+        value : array (…, n_k, d_value), optional
         **arguments
             As in :func:`polyattn.attention`, without scale and backend, and without sinks where the layer has its
             own. With rotary also ``positions``: integers (…, n) of the rows of ``query``, or a pair of those of
@@ -217,8 +222,8 @@ class MultiHeadAttention(Layer):
         rng, width = generator(seed), self.d_model
         sizes = {
             "q_proj": (width, self.num_heads * self.head_dim),
-            "k_proj": (width, self.num_kv_heads * self.head_dim),
-            "v_proj": (width, self.num_kv_heads * self.value_dim),
+            "k_proj": (self.d_key, self.num_kv_heads * self.head_dim),
+            "v_proj": (self.d_value, self.num_kv_heads * self.value_dim),
             "out_proj": (self.num_heads * self.value_dim, width),
         }
         parameters = {}
@@ -282,8 +287,10 @@ class MultiHeadAttention(Layer):
             if x is not None:
                 self._expect_dtype(**{name: x})
                 expect_rank(name, x, 2)
-                if x.shape[-1] != self.d_model:
-                    raise ShapeError(f"{name}: expected (…, n, {self.d_model}), got {tuple(x.shape)}")
+        widths = {"query": (query, self.d_model), "key": (of_key, self.d_key), "value": (of_value, self.d_value)}
+        for name, (x, width) in widths.items():
+            if x.shape[-1] != width:
+                raise ShapeError(f"{name}: expected (…, n, {width}), got {tuple(x.shape)}")
         expect_matching(query, of_key, of_value)
         return key, value, value_is_query
 

@@ -108,11 +108,12 @@ def test_what_is_no_array(make: Any) -> None:
     [
         ({"d_model": 10, "num_heads": 4}, pa.ShapeError),
         ({"d_model": 8, "num_heads": 4, "num_kv_heads": 3}, pa.ShapeError),
+        ({"d_model": 8, "num_heads": 4, "d_key": 0}, pa.ShapeError),
         ({"d_model": 8, "num_heads": 4, "init": "zeros"}, ValueError),
         ({"d_model": 8, "num_heads": 4, "scale": "head"}, ValueError),
         ({"d_model": 8, "num_heads": 4, "dtype": "int32"}, pa.DTypeError),
     ],
-    ids=["heads", "kv-heads", "init", "scale", "dtype"],
+    ids=["heads", "kv-heads", "d-key", "init", "scale", "dtype"],
 )
 def test_layer_settings(contract: Any, backend: Any, settings: Any, error: Any) -> None:
     with pytest.raises(error):

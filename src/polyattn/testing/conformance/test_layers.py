@@ -79,6 +79,19 @@ def test_multi_head_attention(build: Any, make: Any, to_np: Any, variant: Any, i
     compare(to_np, back, grads, by_input(inputs, dq, dk, dv), want)
 
 
+def test_keys_and_values_of_other_widths(build: Any, make: Any, to_np: Any) -> None:
+    layer, parameters = build(d_key=6, d_value=3)
+    given = (X, CONTEXT[..., :6], VALUES[..., :3])
+    y, cache = layer.forward(*(make(x) for x in given))
+    assert_close(to_np(y), ref.multi_head_attention(parameters, *given, num_heads=4))
+    back, grads = layer.backward(make(DY), cache)
+    compare(to_np, back, grads, *ref.multi_head_attention_gradients(DY, parameters, *given, num_heads=4))
+    with pytest.raises(pa.ShapeError, match=r"key: expected \(…, n, 6\), got \(2, 5, 8\)"):
+        layer(make(X))
+    with pytest.raises(pa.ShapeError, match=r"value: expected \(…, n, 3\), got \(2, 7, 6\)"):
+        layer(make(X), make(given[1]))
+
+
 @pytest.mark.parametrize("inputs", [1, 3])
 def test_a_first_layer_needs_no_gradients_of_its_inputs(build: Any, make: Any, to_np: Any, inputs: Any) -> None:
     layer, _ = build()
