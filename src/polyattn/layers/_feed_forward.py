@@ -16,7 +16,10 @@ from ._layer import Layer
 __all__ = ["FeedForward", "FeedForwardInputs"]
 
 # Each activation's forward and backward, and what else they take; then those of two arrays, the gate and the rest.
-PLAIN: dict[str, Any] = {"gelu": (_gelu, {"approximate": "none"}), "relu": (_relu, {}), "silu": (_silu, {})}
+PLAIN: dict[str, Any] = {
+    "gelu": (_gelu, {"approximate": "none"}), "gelu_tanh": (_gelu, {"approximate": "tanh"}), "relu": (_relu, {}),
+    "silu": (_silu, {}),
+}  # fmt: skip
 GATED: dict[str, Any] = {"swiglu": (_swiglu, {}), "geglu": (_geglu, {"approximate": "none"})}
 ACTIVATIONS = PLAIN | GATED
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -65,8 +68,9 @@ class FeedForward(Layer):
     ----------
     d_model, hidden : int
         Length of the last axis, and of what is between the projections.
-    activation : {"gelu", "relu", "silu", "swiglu", "geglu"}
-        The last two are gated: φ(x W_gate) ⊙ x W_up, so there is a third projection. gelu is the exact one.
+    activation : {"gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"}
+        The last two are gated: φ(x W_gate) ⊙ x W_up, so there is a third projection. gelu is the exact one,
+        gelu_tanh its approximation by tanh, as in GPT-2.
     bias : bool
         Whether the projections have biases; they start at zero.
     init : {"xavier_uniform", "normal"}

@@ -137,7 +137,7 @@ class TransformerBlock(Layer):
         LayerNorm, with a shift if there are biases, or RMSNorm.
     eps : float
         Of the norms.
-    activation : {"gelu", "relu", "silu", "swiglu", "geglu"}
+    activation : {"gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"}
         As of :class:`FeedForward`.
     bias : bool
         Whether projections and layer norms have biases; they start at zero.

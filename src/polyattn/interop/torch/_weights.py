@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from ...backend import Array
-from ...conversion import to_backend
 from ...errors import ArgumentError, CheckpointError
-from ...layers import LayerNorm, MultiHeadAttention, Projection
-from ...layers._layer import Layer
+from ...layers import Layer, LayerNorm, MultiHeadAttention, Projection, TransformerBlock
+from ..weights import from_torch, to_torch
 
 __all__ = ["copy_to", "from_module"]
-
-Tensor = Any
-QKV = ("q", "k", "v")
 
 
 def from_module(module: Any, *, backend: str | None = None, device: str | None = None) -> Layer:
@@ -24,21 +20,22 @@ def from_module(module: Any, *, backend: str | None = None, device: str | None =
 
     Parameters
     ----------
-    module : nn.Linear, nn.LayerNorm or nn.MultiheadAttention
-        ``nn.MultiheadAttention`` always as with ``batch_first=True``: ours has the batch in front.
+    module : nn.Linear, nn.LayerNorm, nn.MultiheadAttention or nn.TransformerEncoderLayer
+        The last two always as with ``batch_first=True``: ours have the batch in front.
     backend, device : str, optional
         Where the layer is bound, as for a layer that is made.
 
     Returns
     -------
-    Projection, LayerNorm or MultiHeadAttention
-        In the dtype of the module. Dropout is an argument of the call here: ``layer(x, dropout=module.dropout)``.
+    Projection, LayerNorm, MultiHeadAttention or TransformerBlock
+        In the dtype of the module. Dropout of the attention weights is an argument of the call here:
+        ``layer(x, dropout=module.dropout)``; an encoder layer's other dropouts are left out.
 
     Raises
     ------
     ArgumentError
-        If the module is another one, or has an option that ours lacks: ``add_bias_kv``, ``add_zero_attn``, keys or
-        values of another width, normalisation of several axes or without weights.
+        If the module is another one, or has an option that ours lacks: ``add_bias_kv``, ``add_zero_attn``,
+        normalisation of several axes or without weights, an activation that is not relu, gelu or silu.
 
     Examples
     --------
@@ -47,10 +44,10 @@ def from_module(module: Any, *, backend: str | None = None, device: str | None =
     >>> from_module(torch.nn.Linear(4, 2), backend="numpy")
     Projection(in_features=4, out_features=2, bias=True, dtype='float32', backend='numpy')
     """
-    for kind, (made, _) in KINDS.items():
+    for kind, made in KINDS.items():
         if isinstance(module, kind):
-            layer: Layer = made(module, {"dtype": _dtype(module), "backend": backend, "device": device})
-            layer.load_parameters(_ours(module, layer))
+            layer = made(module, {"dtype": _dtype(module), "backend": backend, "device": device})
+            layer.load_parameters(from_torch(module.state_dict(), layer))
             return layer
     known = ", ".join(f"nn.{kind.__name__}" for kind in KINDS)
     raise ArgumentError(f"module: expected one of {known}, got {type(module).__name__}")
@@ -61,9 +58,9 @@ def copy_to(layer: Layer, module: Any) -> None:
 
     Parameters
     ----------
-    layer : Projection, LayerNorm or MultiHeadAttention
+    layer : Projection, LayerNorm, MultiHeadAttention or TransformerBlock
         On any backend.
-    module : nn.Linear, nn.LayerNorm or nn.MultiheadAttention
+    module : nn.Linear, nn.LayerNorm, nn.MultiheadAttention or nn.TransformerEncoderLayer
         Changed in place, whole or not at all.
 
     Raises
@@ -90,12 +87,10 @@ def copy_to(layer: Layer, module: Any) -> None:
     like._check(there.parameters())
     if like.config() != layer.config():
         raise CheckpointError(f"module: expected one like {layer!r}, got one like {like!r}")
-    name = next(made for kind, (_, made) in KINDS.items() if isinstance(module, kind))
-    state = name(there.parameters())
-    module.load_state_dict({key: x for key, x in state.items() if key in module.state_dict()})
+    module.load_state_dict(to_torch(there.parameters(), there))
 
 
-# ---- of each kind: our layer for a module, and the module's state dict from our parameters -------------------------
+# ---- our layer for a module, of each kind --------------------------------------------------------------------------
 
 
 def _projection(module: Any, where: dict[str, Any]) -> Layer:
@@ -112,50 +107,46 @@ def _attention(module: Any, where: dict[str, Any]) -> Layer:
     lacking = {
         "add_bias_kv": module.bias_k is not None,
         "add_zero_attn": module.add_zero_attn,
-        "kdim or vdim": module.kdim != module.embed_dim or module.vdim != module.embed_dim,
     }
     if any(lacking.values()):
         options = ", ".join(name for name, there in lacking.items() if there)
         raise ArgumentError(f"module: expected nn.MultiheadAttention without {options}, which MultiHeadAttention lacks")
-    return MultiHeadAttention(module.embed_dim, module.num_heads, bias=module.in_proj_bias is not None, **where)
+    widths = {"d_key": module.kdim, "d_value": module.vdim}
+    return MultiHeadAttention(
+        module.embed_dim, module.num_heads, **widths, bias=module.in_proj_bias is not None, **where
+    )
 
 
-def _state_of_projection(parameters: Mapping[str, Array]) -> dict[str, Tensor]:
-    return {name: x.T if name == "weight" else x for name, x in parameters.items()}
+def _block(module: Any, where: dict[str, Any]) -> Layer:
+    if module.norm1.eps != module.norm2.eps:
+        raise ArgumentError(f"module: expected norms of one eps, got {module.norm1.eps} and {module.norm2.eps}")
+    attention = module.self_attn
+    return TransformerBlock(
+        attention.embed_dim, attention.num_heads, module.linear1.out_features, norm_first=module.norm_first,
+        eps=module.norm1.eps, activation=_activation(module.activation), bias=module.linear1.bias is not None, **where,
+    )  # fmt: skip
 
 
-def _state_of_layer_norm(parameters: Mapping[str, Array]) -> dict[str, Tensor]:
-    return dict(parameters)
+def _activation(activation: Any) -> str:
+    """Return our name of an encoder layer's activation: a function, or a module."""
+    for name, (function, kind) in ACTIVATIONS.items():
+        if activation is function or isinstance(activation, kind):
+            tanh = getattr(activation, "approximate", "none") == "tanh"
+            return f"{name}_tanh" if tanh else name
+    raise ArgumentError(f"module: expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
-def _state_of_attention(parameters: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Pack the three projections of the input: torch has one matrix (3·d_model, d_model) for them."""
-    state = {"out_proj.weight": parameters["out_proj.weight"].T}
-    state["in_proj_weight"] = torch.cat([parameters[f"{x}_proj.weight"].T for x in QKV])
-    if "out_proj.bias" in parameters:
-        state["out_proj.bias"] = parameters["out_proj.bias"]
-        state["in_proj_bias"] = torch.cat([parameters[f"{x}_proj.bias"] for x in QKV])
-    return state
-
-
-KINDS: dict[Any, tuple[Any, Any]] = {
-    torch.nn.MultiheadAttention: (_attention, _state_of_attention),
-    torch.nn.LayerNorm: (_layer_norm, _state_of_layer_norm),
-    torch.nn.Linear: (_projection, _state_of_projection),
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+    "relu": (functional.relu, torch.nn.ReLU),
+    "gelu": (functional.gelu, torch.nn.GELU),
+    "silu": (functional.silu, torch.nn.SiLU),
 }
-
-
-def _ours(module: Any, layer: Layer) -> dict[str, Array]:
-    """Return a module's parameters under our names, weights as (in, out)."""
-    state = {name: x.detach() for name, x in module.state_dict().items()}
-    if isinstance(module, torch.nn.MultiheadAttention):
-        weights, biases = state.pop("in_proj_weight").chunk(3), state.pop("in_proj_bias", None)
-        for x, weight in zip(QKV, weights, strict=True):
-            state[f"{x}_proj.weight"] = weight
-        if biases is not None:
-            state |= {f"{x}_proj.bias": bias for x, bias in zip(QKV, biases.chunk(3), strict=True)}
-    turned = {name: x.T if x.ndim == 2 else x for name, x in state.items()}
-    return {name: to_backend(turned[name], layer.backend, layer.device) for name in layer.parameters()}
+KINDS: dict[Any, Callable[[Any, dict[str, Any]], Layer]] = {
+    torch.nn.MultiheadAttention: _attention,
+    torch.nn.TransformerEncoderLayer: _block,
+    torch.nn.LayerNorm: _layer_norm,
+    torch.nn.Linear: _projection,
+}
 
 
 def _dtype(module: Any) -> str:

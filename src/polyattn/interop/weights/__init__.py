@@ -1,0 +1,38 @@
+"""Weights of other libraries' layers as parameters of ours, and back: names and shapes change, no number does.
+
+Plain functions on dicts of arrays, of any library; none of the others is imported. Each takes the layers to which
+the parameters belong: one, or a dict of several by the names under which they stand in the whole model. What does
+not fit is told at once: what is missing, what is unexpected, what has another shape. Results may share memory with
+what was given.
+
+======================================================  =========================================================
+:func:`from_torch`, :func:`to_torch`                    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm``,
+                                                        ``nn.Embedding``, ``nn.MultiheadAttention``,
+                                                        ``nn.TransformerEncoderLayer``
+:func:`from_keras`, :func:`to_keras`                    ``MultiHeadAttention``, ``GroupQueryAttention``
+:func:`from_flax`, :func:`to_flax`                      ``nnx.MultiHeadAttention``, Linen's of the same name
+:func:`from_hugging_face`, :func:`to_hugging_face`      BERT, GPT-2 and Llama, in layers that
+                                                        :func:`hugging_face_layers` makes
+======================================================  =========================================================
+"""
+
+from ._flax import from_flax, to_flax
+from ._hugging_face import from_hugging_face, to_hugging_face
+from ._hugging_face_layers import hugging_face_layers
+from ._keras import from_keras, to_keras
+from ._layers import load, parameters_of
+from ._torch import from_torch, to_torch
+
+__all__ = [
+    "from_flax",
+    "from_hugging_face",
+    "from_keras",
+    "from_torch",
+    "hugging_face_layers",
+    "load",
+    "parameters_of",
+    "to_flax",
+    "to_hugging_face",
+    "to_keras",
+    "to_torch",
+]

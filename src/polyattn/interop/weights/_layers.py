@@ -1,0 +1,91 @@
+"""One layer or several by name: their parameters as one dict, and back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...backend import Array
+from ...errors import ArgumentError
+from ...layers import Layer
+from ._entries import Shape, expect_fitting
+
+__all__ = ["Layers", "dotted", "load", "parameters_of", "parts_of", "shapes_of"]
+
+Layers = Layer | Mapping[str, Layer]
+
+
+def parameters_of(layers: Layers) -> dict[str, Array]:
+    """Return the parameters of one layer, or of several by ``layer.parameter``.
+
+    Parameters
+    ----------
+    layers : Layer, or dict of layers by name
+
+    Raises
+    ------
+    ArgumentError
+        If it is something else.
+
+    Examples
+    --------
+    >>> import polyattn as pa
+    >>> from polyattn.interop.weights import parameters_of
+    >>> list(parameters_of({"norm": pa.LayerNorm(4), "head": pa.Projection(4, 2, bias=False)}))
+    ['norm.weight', 'norm.bias', 'head.weight']
+    """
+    parts = parts_of(layers)
+    return {dotted(part, name): x for part, layer in parts.items() for name, x in layer.parameters().items()}
+
+
+def load(layers: Layers, parameters: Mapping[str, Array]) -> None:
+    """Copy parameters under the names of :func:`parameters_of` into the layers that they belong to.
+
+    Parameters
+    ----------
+    layers : Layer, or dict of layers by name
+        On any backend; changed in place, and not at all where something does not fit.
+    parameters : dict
+        Arrays of any library.
+
+    Raises
+    ------
+    CheckpointError
+        If names, shapes or dtypes are not those of the layers.
+
+    Examples
+    --------
+    >>> import polyattn as pa
+    >>> from polyattn.interop.weights import load, parameters_of
+    >>> old, new = ({"norm": pa.RMSNorm(4), "head": pa.Projection(4, 2, seed=seed)} for seed in (0, 1))
+    >>> load(new, parameters_of(old))
+    >>> bool((new["head"].parameters()["weight"] == old["head"].parameters()["weight"]).all())
+    True
+    """
+    expect_fitting("parameters", parameters, shapes_of(layers), "of these layers")
+    of_parts = [
+        (layer, {name: parameters[dotted(part, name)] for name in layer.parameters()})
+        for part, layer in parts_of(layers).items()
+    ]
+    for layer, of_layer in of_parts:
+        layer._check(of_layer)
+    for layer, of_layer in of_parts:
+        layer.load_parameters(of_layer)
+
+
+def parts_of(layers: Layers) -> dict[str, Layer]:
+    """Return layers by name; one alone has the empty name."""
+    if isinstance(layers, Layer):
+        return {"": layers}
+    if isinstance(layers, Mapping) and all(isinstance(layer, Layer) for layer in layers.values()):
+        return dict(layers)
+    raise ArgumentError(f"layers: expected a layer of polyattn, or a dict of layers by name, got {layers!r:.200}")
+
+
+def dotted(part: str, name: str, separator: str = ".") -> str:
+    """Return the name of a parameter of a part; a part without a name adds nothing."""
+    return f"{part}{separator}{name}" if part else name
+
+
+def shapes_of(layers: Layers) -> dict[str, Shape]:
+    """Return the shape of every parameter by name."""
+    return {name: tuple(x.shape) for name, x in parameters_of(layers).items()}
