@@ -10,7 +10,6 @@ import pytest
 
 import polyattn as pa
 from polyattn.testing import check as check_module
-from polyattn.testing.check import Report, Row
 
 FRAMEWORKS = {"torch", "jax", "cupy", "array_api_strict", "matplotlib"}
 
@@ -26,7 +25,7 @@ def test_help_names_every_command_and_imports_no_framework() -> None:
     )
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "[]"
-    for name in ("train", "backends", "check"):
+    for name in ("train", "backends", "check", "new-backend"):
         assert name in done.stdout
 
 
@@ -110,52 +109,6 @@ def test_check_runs_the_kit_on_a_backend(command: Any, backend: str) -> None:
     assert report["backend"] == backend
     assert report["passed"] > 0
     assert report["failed"] == 0
-
-
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Replace the kit by one with a failure; return how it was called."""
-    calls: list[tuple[Any, ...]] = []
-
-    def run_check(name: str, *, namespace: bool, pytest_args: Any) -> Report:
-        calls.append((name, namespace, list(pytest_args)))
-        rows = (Row("linear.forward", "passed"), Row("softmax.backward", "failed", "off by [one]"))
-        return Report(name, "1.0", namespace, "1", rows, "")
-
-    monkeypatch.setattr(check_module, "run_check", run_check)
-    return calls
-
-
-def test_check_prints_what_is_right_and_what_is_not(command: Any, report: list[tuple[Any, ...]]) -> None:
-    code, out, err = command("check", "my_library", "--namespace", "--", "-x", "--lf")
-    assert code == 1
-    assert err == ""
-    assert report == [("my_library", True, ["-x", "--lf"])]
-    assert [cell.strip() for cell in out.splitlines()[4].split("│")[1:-1]] == [
-        "softmax.backward",
-        "failed",
-        "off by [one]",
-    ]
-    assert "1 passed, 1 failed" in out
-
-
-def test_what_selects_no_check_is_told(command: Any) -> None:
-    told = command("check", "numpy", "--", "-k", "no_check_of_this_name").refused(1)
-    assert told.endswith("none of the checks is selected by: -k no_check_of_this_name")
-
-
-def test_what_is_wrong_stands_last(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (Row("a", "passed"), Row("b", "failed", "why"), Row("c", "passed"))
-    monkeypatch.setattr(check_module, "run_check", lambda name, **_: Report(name, "1.0", False, "1", rows, ""))
-    out = command("check", "numpy").out
-    assert out.index("│ a ") < out.index("│ c ") < out.index("│ b ")
-
-
-def test_check_as_json_fails_too(command: Any, report: list[tuple[Any, ...]]) -> None:
-    code, out, _ = command("check", "numpy", "--json")
-    assert code == 1
-    assert json.loads(out)["failed"] == 1
-    assert report == [("numpy", False, [])]
 
 
 def test_an_interrupt_is_no_traceback(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

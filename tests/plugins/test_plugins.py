@@ -1,12 +1,14 @@
 """Plugins as they are found, asked about arrays, and loaded: once, when first used, and no other for it."""
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import polyattn as pa
 from polyattn import registry
+from polyattn.backend import Backend, Status
 
 X = np.arange(6.0).reshape(2, 3)
 
@@ -156,3 +158,50 @@ def test_an_array_of_a_related_package(site):
     (site.folder / "mylib.py").rename(site.folder / "mylib_core.py")
     (site.folder / "mylib.py").write_text("from mylib_core import Array, backend")
     assert site.run("import mylib, polyattn.registry as r; print(r.owner(mylib.Array()).name)") == "mylib"
+
+
+class Part(Backend):
+    """A backend whose namespace is a part of a package, as dask.array and mlx.core are."""
+
+    array_modules = ("json.decoder", "json")
+
+
+def test_the_version_of_a_part_of_a_package_is_the_package_s():
+    import json
+
+    assert not hasattr(json.decoder, "__version__")
+    assert Part().status() == Status("ready", version=json.__version__)
+
+
+def test_a_part_of_a_package_that_is_not_installed():
+    class Missing(Part):
+        array_modules = ("no_such_arrays.core", "no_such_arrays")
+
+    assert Missing().status() == Status("not installed", reason="the package no_such_arrays is missing")
+
+
+def test_a_part_that_its_package_lacks():
+    class Lacking(Part):
+        array_modules = ("json.no_such_part", "json")
+
+    status = Lacking().status()
+    assert status.state == "unavailable"
+    assert "import json.no_such_part failed: No module named 'json.no_such_part'" in status.reason
+
+
+def test_an_optimiser_takes_arrays_that_name_no_device(monkeypatch):
+    """As MLX's arrays: the standard asks for the attribute, and one of two libraries leaves it out."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "xp" / "foreign")
+    import foreign_arrays
+
+    monkeypatch.delattr(foreign_arrays.Array, "device")
+    adamw = pa.optim.AdamW(lr=pa.optim.linear_warmup(0.1, warmup_steps=2))
+    params, grads = {"weight": X, "scale": np.asarray(2.0)}, {"weight": X - 1.0, "scale": np.asarray(1.0)}
+    found = []
+    for make in (np.asarray, foreign_arrays.asarray):
+        theirs = {name: make(x) for name, x in params.items()}
+        clipped, _ = pa.optim.clip_by_global_norm({name: make(x) for name, x in grads.items()}, 1.0)
+        new, state = adamw.update(clipped, adamw.init(theirs), theirs)
+        found.append([np.from_dlpack(x) for x in (*new.values(), *state.values())])
+    for ours, foreign in zip(*found, strict=True):
+        np.testing.assert_array_equal(foreign, ours)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ._app import UsageError
 from ._tables import print_table
 
+if TYPE_CHECKING:
+    from ..testing import check as engine
+
 __all__ = ["check"]
+
+OUTCOMES = ("passed", "failed", "declared", "skipped")
 
 
 def check(
@@ -23,6 +31,9 @@ def check(
         list[str] | None, typer.Argument(metavar="PYTEST_ARGS", help="Arguments for pytest, after --.")
     ] = None,
     namespace: Annotated[bool, typer.Option("--namespace", help="NAME is a module; no plugin is needed.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List every check, and print what pytest said: the tracebacks.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Run every conformance check on a backend, and say what is right and what is not."""
@@ -30,16 +41,75 @@ def check(
 
     if pytest_args and not pytest_args[0].startswith("-"):
         raise UsageError(f"unexpected argument {pytest_args[0]!r}: one backend at a time; pytest's options follow --")
-    with Console(stderr=True).status(f"checking {name}"):  # seen on a terminal only
-        report = run_check(name, namespace=namespace, pytest_args=pytest_args or ())
+    with _progress(name) as told:
+        report = run_check(name, namespace=namespace, pytest_args=pytest_args or (), progress=told)
     if json_output:
         typer.echo(json.dumps(report.to_dict()))
     else:
-        rows = sorted(report.rows, key=lambda row: row.outcome == "failed")  # what is wrong stands last, in sight
-        print_table(("check", "outcome", "detail"), [(row.check, row.outcome, row.detail) for row in rows])
-        typer.echo(
-            f"{report.backend} {report.library_version}, kit {report.kit_version}: "
-            f"{report.passed} passed, {report.failed} failed, {report.declared} failed as declared"
-        )
+        _print(report, verbose)
     if report.failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[engine.Progress], None]]:
+    """Yield what shows progress on a terminal's standard error: how many checks of how many, and the failures."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        line = bar.add_task(f"collecting the checks of {name}", total=None)
+
+        def told(now: engine.Progress) -> None:
+            if now.total:
+                failed = f", {now.failed} failed" if now.failed else ""
+                bar.update(line, description=f"checking {name}{failed}", completed=now.done, total=now.total)
+
+        yield told
+
+
+def _print(report: engine.Report, verbose: bool) -> None:
+    """Print a line for each group of checks, then what did not pass, one line a reason, what failed last, in sight."""
+    if verbose:
+        typer.echo(report.output)
+    groups: dict[str, dict[str, int]] = {}
+    for row in report.rows:
+        counts = groups.setdefault(row.check.partition(".")[0], dict.fromkeys(OUTCOMES, 0))
+        counts[row.outcome] += 1
+    print_table(
+        ("checks of", *OUTCOMES),
+        [(name, *(str(count or "") for count in counts.values())) for name, counts in groups.items()],
+        numbers=OUTCOMES,
+    )
+    alike: dict[tuple[str, str], list[engine.Row]] = {}
+    for row in sorted(report.rows, key=lambda row: row.outcome == "failed"):
+        if verbose or row.outcome != "passed":
+            # Reasons that differ only in their numbers are one: an error's size, where in an array it was found.
+            reason = row.check if verbose else "".join(letter for letter in row.detail if letter.isalpha())
+            alike.setdefault((row.outcome, reason), []).append(row)
+    if alike:
+        rows = [(_named(group), group[0].outcome, group[0].detail) for group in alike.values()]
+        print_table(("check", "outcome", "detail"), rows)
+    for line in _summary(report):
+        typer.echo(line)
+
+
+def _named(rows: Sequence[engine.Row]) -> str:
+    return rows[0].check + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+
+
+def _summary(report: engine.Report) -> Iterator[str]:
+    """Yield what it comes to, and where to look next."""
+    skipped = f", {report.skipped} skipped" if report.skipped else ""
+    yield (
+        f"{report.backend} {report.library_version}, kit {report.kit_version}: {report.passed} passed, "
+        f"{report.failed} failed, {report.declared} failed as declared{skipped}, in {report.seconds:.0f} s"
+    )
+    if report.owner:
+        yield f"the backend {report.owner} owns these arrays and computed with them: polyattn check {report.owner}"
+    elif report.left_out:
+        yield f"{report.left_out} more checks need a plugin; polyattn new-backend writes one"
+    failed = [row.check for row in report.rows if row.outcome == "failed"]
+    if failed:
+        module, _, function = failed[0].partition("[")[0].partition(".")
+        named = f"--namespace {report.backend}" if report.namespace else report.backend
+        yield f'with tracebacks: polyattn check {named} -v -- -k "test_{module} and test_{function}"'

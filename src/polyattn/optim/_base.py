@@ -11,9 +11,10 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import array_api_compat
 import numpy as np
-from array_api_compat import array_namespace, device, is_jax_array
 
+from .. import registry
 from ..errors import ArgumentError, BackendMismatchError, CheckpointError, DTypeError, ShapeError
 from ..kernels import FLOAT_DTYPES, Array, dtype_name, wide
 
@@ -151,12 +152,26 @@ def as_array(x: Any, xp: Any) -> Array:
     return xp.asarray(x, dtype=x.dtype, device=device(x)) if x.ndim == 0 else x
 
 
+def namespace(x: Array) -> Any:
+    """Return the functions of the standard for an array's library: its plugin's, which may have had to add to them."""
+    return registry.owner(x).namespace()
+
+
+def device(x: Array) -> Any:
+    """Return an array's device as ``device=`` takes it; a plugin knows it where the array does not say."""
+    try:
+        return array_api_compat.device(x)
+    except AttributeError:
+        owner = registry.owner(x)
+        return owner.native_device(owner.device_of(x))
+
+
 def rate_array(value: Any, xp: Any, dtype: Any, home: Any) -> Array:
     """Return a rate that is a number or a 0-d array, as a 0-d array of ``dtype``."""
     if isinstance(value, numbers.Real):
         return xp.asarray(check_number("lr", value), dtype=dtype, device=home)
     expected = "a function that returns a number or a 0-d array of the parameters' library"
-    if not _is_array(value) or array_namespace(value) is not xp:
+    if not _is_array(value) or namespace(value) is not xp:
         raise BackendMismatchError(f"lr: expected {expected}, got {_library(value)}")
     if value.shape != ():
         raise ShapeError(f"lr: expected {expected}, got shape {tuple(value.shape)}")
@@ -172,13 +187,11 @@ def common_namespace(**groups: Arrays) -> tuple[Any, Any]:
             raise DTypeError(f"{label}: expected an array, got {_library(x)}")
     if not everything:
         raise CheckpointError(f"{next(iter(groups))}: expected a dict with at least one array, got an empty one")
-    try:
-        xp = array_namespace(*everything)
-    except TypeError as error:
-        found = _first_of_each(groups, _library)
-        raise BackendMismatchError(f"expected arrays of one library, got {found}") from error
+    xp = namespace(everything[0])
+    if any(namespace(x) is not xp for x in everything):
+        raise BackendMismatchError(f"expected arrays of one library, got {_first_of_each(groups, _library)}")
     home = device(everything[0])
-    if is_jax_array(everything[0]):
+    if array_api_compat.is_jax_array(everything[0]):
         # JAX checks for itself: traced arrays have no device yet, and an array may be spread over several,
         # in a way that does not suit the 0-d arrays that are put beside it.
         return xp, None if hasattr(home, "device_set") else home

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
 
 from ..errors import ArgumentError
 from ..kernels import Array, dtype_name
-from ._base import Rate, as_array, rate_array, set_number, set_rate
+from ._base import Rate, as_array, device, namespace, rate_array, set_number, set_rate
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def _real(step: Any) -> tuple[Any, Array]:
     """Return a namespace and the step as a real 0-d array in it: NumPy's float64 for a Python number."""
     if isinstance(step, numbers.Real):
         step = np.asarray(step, dtype=np.float64)
-    xp = array_namespace(step)
+    xp = namespace(step)
     return xp, step if dtype_name(step.dtype) in ("float32", "float64") else xp.astype(step, xp.float32)
 
 

@@ -6,22 +6,35 @@ import importlib
 import importlib.util
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import registry
+from .._generic import FUNCTIONS, GenericBackend
+from .._version import __version__
 from ..errors import PolyattnError, UnknownBackendError
 from .version import KIT_VERSION
 
-__all__ = ["Report", "Row", "run_check"]
+__all__ = ["Progress", "Report", "Row", "run_check"]
 
 # The kit's own settings: a pytest configuration that lies about does not reach it.
 _SETTINGS = "[pytest]\nfilterwarnings =\n    error::RuntimeWarning\nxfail_strict = true\n"
+
+
+class Progress(NamedTuple):
+    """How far a run is: checks that are done, of how many (0 while they are collected), and failures so far."""
+
+    done: int
+    total: int
+    failed: int
 
 
 @dataclass(frozen=True)
@@ -37,8 +50,11 @@ class Row:
 class Report:
     """What the kit found.
 
-    ``passed``, ``failed`` and ``declared`` (failures that the plugin itself
-    expects) are the numbers of such rows; ``output`` is what pytest printed.
+    ``passed``, ``failed``, ``declared`` (failures that the plugin itself
+    expects) and ``skipped`` are the numbers of such rows; ``left_out`` is how
+    many checks were not run because they need a plugin. ``output`` is what pytest
+    printed, ``versions`` has polyattn, Python, NumPy and pytest. ``owner`` is the
+    plugin that owns the arrays of a namespace, and so computes with them.
     """
 
     backend: str
@@ -47,6 +63,11 @@ class Report:
     kit_version: str
     rows: tuple[Row, ...]
     output: str
+    left_out: int = 0
+    seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+    platform: str = ""
+    owner: str = ""
 
     @property
     def passed(self) -> int:
@@ -63,16 +84,27 @@ class Report:
         """How many failed as the plugin says that they do."""
         return self._count("declared")
 
+    @property
+    def skipped(self) -> int:
+        """How many could not be run here, each with its reason."""
+        return self._count("skipped")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
         return {
             "backend": self.backend,
             "library_version": self.library_version,
             "namespace": self.namespace,
+            "owner": self.owner,
             "kit_version": self.kit_version,
+            "versions": self.versions,
+            "platform": self.platform,
+            "seconds": round(self.seconds, 3),
             "passed": self.passed,
             "failed": self.failed,
             "declared": self.declared,
+            "skipped": self.skipped,
+            "left_out": self.left_out,
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -80,7 +112,13 @@ class Report:
         return sum(row.outcome == outcome for row in self.rows)
 
 
-def run_check(name: str, *, namespace: bool = False, pytest_args: Sequence[str] = ()) -> Report:
+def run_check(
+    name: str,
+    *,
+    namespace: bool = False,
+    pytest_args: Sequence[str] = (),
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
     """Run every check on a backend, in a process of its own.
 
     Parameters
@@ -91,6 +129,8 @@ def run_check(name: str, *, namespace: bool = False, pytest_args: Sequence[str] 
         Whether ``name`` is a module.
     pytest_args : sequence of str
         Passed on, ``("-k", "attention")`` for instance.
+    progress : callable, optional
+        Called a few times a second with a :class:`Progress`.
 
     Raises
     ------
@@ -101,36 +141,76 @@ def run_check(name: str, *, namespace: bool = False, pytest_args: Sequence[str] 
     """
     if importlib.util.find_spec("pytest") is None:
         raise PolyattnError('the conformance kit needs pytest; install it with: pip install "polyattn[test]"')
+    owner = _owner_in(name) if namespace else ""
     if not namespace:
         name = registry.ready(name).name
-    else:
-        _expect_namespace(name)
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="polyattn-check-") as folder:
-        settings, report = Path(folder, "pytest.ini"), Path(folder, "report.json")
-        settings.write_text(_SETTINGS, encoding="utf-8")
-        option = "--polyattn-namespace" if namespace else "--polyattn-backend"
-        command = [
-            *(sys.executable, "-m", "pytest", "-c", str(settings), "-p", "polyattn.testing.plugin"),
-            *("-p", "no:cacheprovider", "--pyargs", "polyattn.testing.conformance"),
-            *(f"{option}={name}", f"--polyattn-report={report}", *pytest_args),
-        ]
-        environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        output = run.stdout + run.stderr
-        if run.returncode == 5:
+        returned, output = _run_kit(Path(folder), name, namespace, pytest_args, progress)
+        if returned == 5:
             raise PolyattnError(f"none of the checks is selected by: {' '.join(pytest_args)}")
-        if not report.exists() or run.returncode not in (0, 1):
-            problem = f"the checks of {name} could not be run (pytest ended with {run.returncode})"
+        report = Path(folder, "report.json")
+        if not report.exists() or returned not in (0, 1):
+            problem = f"the checks of {name} could not be run (pytest ended with {returned})"
             raise PolyattnError(f"{problem}:\n{output.strip()}")
         found = json.loads(report.read_text(encoding="utf-8"))
-    rows = tuple(Row(**row) for row in found["rows"])
-    return Report(found["backend"], found["library_version"], namespace, KIT_VERSION, rows, output)
+    if not found["rows"]:
+        raise PolyattnError(f"not one check of {name} was run by: {' '.join(pytest_args)}")
+    versions = {name: metadata.version(name) for name in ("numpy", "pytest")}
+    return Report(
+        found["backend"], found["library_version"], namespace, KIT_VERSION, tuple(Row(**row) for row in found["rows"]),
+        output, found["left_out"], time.perf_counter() - start,
+        {"polyattn": __version__, "python": platform.python_version(), **versions}, platform.platform(), owner,
+    )  # fmt: skip
 
 
-def _expect_namespace(name: str) -> None:
+def _run_kit(
+    folder: Path, name: str, namespace: bool, pytest_args: Sequence[str], progress: Callable[[Progress], None] | None
+) -> tuple[int, str]:
+    """Run pytest in a process of its own, telling of its progress; return its exit code and what it printed."""
+    settings, done, printed = folder / "pytest.ini", folder / "progress", folder / "output"
+    settings.write_text(_SETTINGS, encoding="utf-8")
+    option = "--polyattn-namespace" if namespace else "--polyattn-backend"
+    command = [
+        *(sys.executable, "-m", "pytest", "-c", str(settings), "-p", "polyattn.testing.plugin"),
+        *("-p", "no:cacheprovider", "--pyargs", "polyattn.testing.conformance", f"{option}={name}"),
+        *(f"--polyattn-report={folder / 'report.json'}", f"--polyattn-progress={done}", *pytest_args),
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
+    with printed.open("wb") as stream:
+        run = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while run.poll() is None:
+                if progress is not None:
+                    progress(_read_progress(done))
+                try:
+                    run.wait(timeout=0.25)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            run.kill()  # for an interrupt; where it has ended this does nothing
+            run.wait()
+    return run.returncode, printed.read_text(encoding="utf-8", errors="replace")
+
+
+def _read_progress(path: Path) -> Progress:
+    """Read what the pytest plugin wrote so far: how many checks there are, then the outcome of each, a word a line."""
+    words = path.read_text(encoding="utf-8").split() if path.exists() else []
+    return Progress(max(len(words) - 1, 0), int(words[0]) if words else 0, words.count("failed"))
+
+
+def _owner_in(name: str) -> str:
+    """Return the name of the plugin that owns a namespace's arrays, "" for none; raise where it is no namespace."""
     try:
         module = importlib.import_module(name)
-    except (ImportError, ValueError) as cause:  # ValueError: no name at all
+    except Exception as cause:  # whatever importing it raises; ValueError for no name at all
         raise UnknownBackendError(f"namespace: the module {name!r} cannot be imported here: {cause}") from cause
-    if not hasattr(module, "asarray"):
-        raise UnknownBackendError(f"namespace: expected the module of an array API namespace, got {name!r}")
+    if missing := [function for function in FUNCTIONS if not hasattr(module, function)]:
+        raise UnknownBackendError(
+            f"namespace: expected the module of an array API namespace, got {name!r}, which lacks {', '.join(missing)}"
+        )
+    try:
+        owner = registry.owner(module.asarray([0.0]), "its arrays")
+    except Exception as cause:
+        raise UnknownBackendError(f"namespace: {name!r} cannot be checked without a plugin: {cause}") from cause
+    return "" if isinstance(owner, GenericBackend) else owner.name

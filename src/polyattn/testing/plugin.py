@@ -13,7 +13,6 @@ check that asks for it is repeated.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +22,13 @@ import pytest
 
 from ..backend import Array, Backend
 from ..errors import PolyattnError
+from ._recorder import NOTE, Recorder
 from .target import Target, open_backend, open_namespace
 from .version import KIT_VERSION
 
 CONFORMANCE = Path(__file__).parent / "conformance"
 TARGET = pytest.StashKey[Target]()
-ROWS = pytest.StashKey[dict[str, dict[str, str]]]()
+RECORDER = pytest.StashKey[Recorder]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--polyattn-namespace", metavar="MODULE", help="check an array API namespace without a plugin")
     group.addoption("--polyattn-report", metavar="FILE", help="write the result of every check to FILE as JSON")
+    group.addoption("--polyattn-progress", metavar="FILE", help="write how far the run is to FILE, a word a check")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
     except (PolyattnError, ImportError) as error:
         asked = module or name or "numpy"
         raise pytest.UsageError(f"polyattn: {asked} was asked for and cannot be used: {error}") from error
-    config.stash[ROWS] = {}
+    told = None if hasattr(config, "workerinput") else config.getoption("--polyattn-progress")
+    recorder = Recorder(config.stash[TARGET], config.getoption("--polyattn-report"), told)
+    config.stash[RECORDER] = recorder
+    config.pluginmanager.register(recorder, "polyattn-recorder")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -79,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if target.contract is None:
         left_out = [item for item in items if "contract" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=left_out)
+        config.stash[RECORDER].left_out = len(left_out)
         items[:] = [item for item in items if item not in left_out]
     checks = {item: check_name(item) for item in items if item.path.parent == CONFORMANCE}
     declared = target.expected_failures
@@ -100,34 +105,25 @@ def check_name(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Note the outcome of each check."""
+    """Say in a check's report which check it is, and what became of it."""
     report = yield
     if item.path.parent == CONFORMANCE and (report.when == "call" or report.outcome != "passed"):
         declared = hasattr(report, "wasxfail") and report.outcome == "skipped"
         outcome = "declared" if declared else report.outcome
         detail = str(report.wasxfail) if declared else _summary(report)
-        rows = item.config.stash[ROWS]
-        if rows.get(check_name(item), {}).get("outcome") != "failed":
-            rows[check_name(item)] = {"check": check_name(item), "outcome": outcome, "detail": detail}
+        setattr(report, NOTE, (check_name(item), outcome, detail))
     return report
 
 
 def _summary(report: pytest.TestReport) -> str:
     if report.outcome == "passed":
         return ""
+    if isinstance(report.longrepr, tuple):  # a skip: the file, the line and the reason
+        return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
-    return text.strip().splitlines()[0] if text.strip() else ""
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the report."""
-    path = session.config.getoption("--polyattn-report")
-    if path and TARGET in session.config.stash:
-        target = session.config.stash[TARGET]
-        rows = list(session.config.stash[ROWS].values())
-        head = {"kit_version": KIT_VERSION, "backend": target.name, "library_version": target.version}
-        Path(path).write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
+    first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return f"{first} {rest[0]}" if first.endswith("Error:") and rest else first  # NumPy's begin on the second line
 
 
 @pytest.fixture(autouse=True)

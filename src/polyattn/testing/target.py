@@ -62,7 +62,8 @@ class Target:
         """Say whether ``x`` is an array of the library."""
         if self.contract is not None:
             return self.contract.owns(x)
-        return getattr(x, "__array_namespace__", lambda: None)() is self.xp
+        # A wrapped namespace, as array-api-compat's, is not what its arrays give as theirs; some give none.
+        return getattr(x, "__array_namespace__", lambda: None)() is self.xp or type(x) is type(self.xp.asarray([0.0]))
 
     def _dtype(self, name: str) -> Any:
         if self.contract is None:
@@ -92,9 +93,12 @@ def open_backend(name: str, device: str | None = None) -> Target:
 def open_namespace(module: str) -> Target:
     """Return the target for a module that is an array API namespace; ImportError where it cannot be imported."""
     xp = importlib.import_module(module)
-    package = sys.modules[module.partition(".")[0]]
-    version = str(getattr(xp, "__version__", getattr(package, "__version__", "")))
-    if hasattr(xp.asarray([0.0]), "__array_namespace__"):
+    array = xp.asarray([0.0])
+    package, home = (name.partition(".")[0] for name in (module, type(array).__module__))
+    # The library is the one that has the arrays: array_api_compat.torch is torch, while jax.numpy with jaxlib's is jax.
+    libraries = (xp, sys.modules[package]) if home.startswith(package) else (sys.modules[home],)
+    version = next((str(library.__version__) for library in libraries if hasattr(library, "__version__")), "")
+    if hasattr(array, "__array_namespace__"):
         # The arrays say which namespace is theirs; a wrapper of it would be a different object.
-        xp = xp.asarray([0.0]).__array_namespace__()
+        xp = array.__array_namespace__()
     return Target(module, version, xp, None)

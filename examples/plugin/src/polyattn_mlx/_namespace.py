@@ -1,0 +1,77 @@
+"""mlx.core by the letter of the array API standard: what it leaves out or spells otherwise; the rest is its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(mx, name)
+
+
+def _placed(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Take the standard's ``device=``: MLX's memory belongs to no device, its computations do."""
+
+    @functools.wraps(function)
+    def create(*args: Any, device: None = None, **kwargs: Any) -> mx.array:
+        return function(*args, **kwargs)
+
+    return create
+
+
+bool = mx.bool_
+arange, eye, linspace = map(_placed, (mx.arange, mx.eye, mx.linspace))
+full, ones, zeros = map(_placed, (mx.full, mx.ones, mx.zeros))
+full_like, ones_like, zeros_like = map(_placed, (mx.full_like, mx.ones_like, mx.zeros_like))
+asarray = _placed(mx.asarray)
+
+
+def empty(shape: Any, *, dtype: Any = mx.float32, device: None = None) -> mx.array:
+    """Return zeros: memory without values is never shown."""
+    return mx.zeros(shape, dtype=dtype)
+
+
+def astype(x: mx.array, dtype: Any, /, *, copy: Any = True, device: None = None) -> mx.array:
+    """Convert; arrays never change, so a copy and the array itself are the same thing."""
+    return x.astype(dtype)
+
+
+def sum(x: mx.array, /, *, axis: Any = None, dtype: Any = None, keepdims: Any = False) -> mx.array:
+    """Sum in a dtype, if one is named."""
+    return mx.sum(x if dtype is None else x.astype(dtype), axis=axis, keepdims=keepdims)
+
+
+def argmax(x: mx.array, /, *, axis: int | None = None, keepdims: Any = False) -> mx.array:
+    """Return indices of a signed type, as those of the other libraries are."""
+    return mx.argmax(x, axis=axis, keepdims=keepdims).astype(mx.int32)
+
+
+def clip(x: mx.array, /, min: Any = None, max: Any = None) -> mx.array:
+    """Name the limits as the standard does; without any there is nothing to do."""
+    return x if min is None and max is None else mx.clip(x, min, max)
+
+
+def exp(x: mx.array, /) -> mx.array:
+    """Return eˣ as a power in float64, where MLX's exp has no more than float32's precision."""
+    return mx.power(math.e, x) if x.dtype == mx.float64 else mx.exp(x)
+
+
+def sin(x: mx.array, /) -> mx.array:
+    """Return the sine, in float64 by the tangent of half the angle, for the same reason."""
+    if x.dtype != mx.float64:
+        return mx.sin(x)
+    t = mx.tan(mx.multiply(x, 0.5))
+    return mx.divide(mx.multiply(t, 2.0), mx.add(mx.square(t), 1.0))
+
+
+def cos(x: mx.array, /) -> mx.array:
+    """Return the cosine, in float64 by the tangent of half the angle, for the same reason."""
+    if x.dtype != mx.float64:
+        return mx.cos(x)
+    squared = mx.square(mx.tan(mx.multiply(x, 0.5)))
+    return mx.divide(mx.subtract(1.0, squared), mx.add(1.0, squared))
