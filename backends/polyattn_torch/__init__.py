@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, BackendMismatchError, DTypeError, dtype_name
+from polyattn.backend import Array, Backend, BackendMismatchError, DTypeError, Kernel, dtype_name
 
-from ._kernel import FusedKernel
+from ._modes import COMPILED, PLAIN, RECORDED, ignore_our_log, transformed
 
 __all__ = ["backend"]
 
@@ -23,7 +23,21 @@ class TorchBackend(Backend):
     name = "torch"
     array_modules = ("torch",)
     install = 'pip install "polyattn[torch]"'
-    kernels = (FusedKernel(),)
+
+    lacks: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("jit", "scan"), "torch.compile does that from outside, and takes attention as one operator"),
+    }
+
+    @property
+    def kernels(self) -> Sequence[Kernel]:  # type: ignore[override]  # it depends on what torch is doing
+        """Return the fused kernel; it and the generic one as nodes or operators where torch has to see attention."""
+        import torch
+
+        if torch.compiler.is_compiling():
+            ignore_our_log()
+            return PLAIN if transformed() else COMPILED
+        twice = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1  # a backward with create_graph
+        return RECORDED if twice or torch.autograd.forward_ad._current_level >= 0 else PLAIN
 
     def devices(self) -> tuple[str, ...]:
         """List the CPU, the CUDA devices and MPS, torch's own default first."""
@@ -54,7 +68,8 @@ class TorchBackend(Backend):
         if isinstance(x, torch.Tensor):
             tensor = x
         elif isinstance(x, np.ndarray):
-            bits = dtype_name(x.dtype) == "bfloat16"  # NumPy's is a dtype of ml_dtypes, unknown to torch
+            # NumPy's bfloat16 is a dtype of ml_dtypes, unknown to torch. While torch compiles, x hides its dtype.
+            bits = not torch.compiler.is_compiling() and dtype_name(x.dtype) == "bfloat16"
             tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(x)
         else:
             if any(step < 0 for step in getattr(x, "strides", None) or ()):  # torch aborts the process on these
@@ -125,13 +140,14 @@ class TorchBackend(Backend):
         return None if x.layout is torch.strided else "is sparse (to_dense() makes an array of it)"
 
     def on_host(self, x: Array) -> bool:
-        """Look only at real tensors on the CPU."""
+        """Look only at real tensors on the CPU, and not within a transform, where a plain one has no memory either."""
         import torch
         from torch._C import _functorch
 
         return bool(
             x.device.type == "cpu"
             and not torch.compiler.is_compiling()
+            and _functorch.maybe_current_level() is None
             and not _functorch.is_functorch_wrapped_tensor(x)
             and not hasattr(x, "fake_mode")
         )
@@ -144,22 +160,24 @@ class TorchBackend(Backend):
         return _as_written(lowered) if lowered else torch.no_grad()
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-        """Look at the predicate; without a value (meta) both branches have one shape, under vmap each row its own."""
+        """Look at the predicate; meta tensors have none, so either branch does, and a trace computes both."""
         import torch
         from torch._C import _functorch
         from torch.utils import _pytree
 
         if predicate.is_meta:
             return if_true()
-        if not _functorch.is_functorch_wrapped_tensor(predicate):
+        traced = torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(predicate)
+        if not traced:
             return super().cond(predicate, if_true, if_false)
         return _pytree.tree_map(lambda a, b: torch.where(predicate, a, b), if_true(), if_false())
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
-        """Write into ``x`` itself, unless autograd follows."""
+        """Write into ``x`` itself, unless torch follows."""
         import torch
 
-        if torch.is_grad_enabled() and (x.requires_grad or value.requires_grad):
+        followed = torch.is_grad_enabled() and (x.requires_grad or value.requires_grad)
+        if followed or transformed():  # x may have no room for each of a vmap's
             return super().update_slice(x, value, start, axis)
         if getattr(start, "ndim", 0) == 1:
             return self.write_entries(x, value, start, axis)
@@ -194,10 +212,12 @@ def _as_written(lowered: list[str]) -> Iterator[None]:
     """Record no graph, and switch autocast off for these kinds of device."""
     import torch
 
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        for kind in lowered:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    if not lowered:
+        with torch.no_grad():
+            yield
+    else:
+        with torch.autocast(lowered[0], enabled=False), _as_written(lowered[1:]):
+            yield
 
 
 backend = TorchBackend()

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from polyattn.backend import Array, Problem, allowed_in
 
 from ._kernel import Part, varies
+from ._modes import transformed
 from ._operations import operation
 
 __all__ = ["backward", "forward", "opaque"]
@@ -30,13 +31,13 @@ def opaque(*arrays: Array | None) -> bool:
     given = [x for x in arrays if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return True
-    transformed = _functorch.maybe_current_level() is not None
     if torch.compiler.is_compiling():
-        return transformed
+        return transformed()
+    in_transform = _functorch.maybe_current_level() is not None
     if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
         return True
     return any(
-        (transformed and _functorch.is_functorch_wrapped_tensor(x))
+        (in_transform and _functorch.is_functorch_wrapped_tensor(x))
         or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         for x in given
     )

@@ -9,14 +9,9 @@ from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 
 torch = pytest.importorskip("torch", reason="torch is not installed, so its modes are not either")
+pytestmark = pytest.mark.only("torch", reason="these are modes of torch's own tensors")
 RNG = np.random.default_rng(59)
 Q, K, V = (RNG.standard_normal((2, 3, 5, 4)) for _ in range(3))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _of_torch(backend):
-    if backend != "torch":
-        pytest.skip("these are modes of torch's own tensors")
 
 
 def tensors():

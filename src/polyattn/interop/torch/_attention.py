@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ... import functional
+from ...backend import dtype_name
 from ...selection import selected
+from ._autocast import asked_for, lowered
 from ._elsewhere import Pull, elsewhere
 
 __all__ = ["attention"]
@@ -36,6 +38,10 @@ def attention(
     Tensor
         On the device of the inputs. On torch it may be differentiated twice, on another backend once.
 
+        Under ``torch.autocast`` q, k and v are taken to its dtype, and the result is in it, as with
+        ``torch.nn.functional.scaled_dot_product_attention``; float64 stays. Scores, softmax and sums are in float32
+        at least all the same. ``polyattn.attention`` computes in the dtype that it is given.
+
     Raises
     ------
     PolyattnError
@@ -50,6 +56,8 @@ def attention(
     >>> q.grad.shape
     torch.Size([2, 4, 8])
     """
+    if (asked := asked_for(q)) is not None:
+        q, k, v = (lowered(x, dtype_name(asked)) for x in (q, k, v))
     selection = selected(backend)
     if selection is None or selection.backend == "torch":
         return functional.attention(q, k, v, bias=bias, sinks=sinks, backend=backend, **arguments)

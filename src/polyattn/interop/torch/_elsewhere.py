@@ -35,9 +35,26 @@ class _Elsewhere(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
 def elsewhere(run: Callable[..., tuple[Tensor, Pull]], *tensors: Tensor | None) -> Tensor:
     """Return ``run(*tensors)[0]``, computed on tensors without a graph; autograd's way back is its second result.
 
+    torch.compile breaks its graph here: no tensor leaves torch while it is traced.
+
     Raises
     ------
     BackendMismatchError
         In the backward, if a graph of it is asked for.
     """
+    if torch.compiler.is_compiling():
+        _keep_outside()
+        return _apply.outside(run, *tensors)  # type: ignore[attr-defined]  # it is there now
     return _Elsewhere.apply(run, *tensors)
+
+
+def _apply(*arguments: Any) -> Tensor:
+    return _Elsewhere.apply(*arguments)
+
+
+def _keep_outside() -> None:
+    """Make of the node what torch.compile does not enter: called while it compiles, so that the compiler is there."""
+    _apply.outside = torch.compiler.disable(_apply, reason="another library computes it")  # type: ignore[attr-defined]
+
+
+_keep_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]

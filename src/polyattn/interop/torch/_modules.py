@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ...backend import Place, dtype_name
 from ...conversion import to_backend
-from ...layers._layer import Layer
+from ...errors import CheckpointError
+from ...layers import Layer
+from ._autocast import asked_for, lowered
 from ._elsewhere import Pull, elsewhere
 
 __all__ = ["LayerModule", "to_module"]
@@ -35,26 +39,41 @@ class LayerModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the
             owner.register_parameter(last, torch.nn.Parameter(to_backend(parameter, "torch", copy=True)))
 
     def forward(self, *inputs: Tensor, **arguments: Any) -> Tensor:
-        """Return the layer's result; gradients reach inputs, floating arguments and parameters."""
-        names, parameters = zip(*self.named_parameters(), strict=True) if self.layer.parameters() else ((), ())
-        if self.layer.backend == "torch":
-            layer: Any = self._here().with_parameters(dict(zip(names, parameters, strict=True)))
-            return layer(*inputs, **arguments)
+        """Return the layer's result; gradients reach inputs, floating arguments and parameters.
+
+        Under ``torch.autocast`` a layer of torch's computes in its dtype, with sums in float32; one of another backend
+        in its own.
+        """
+        layer, parameters = self.layer, self._expected()
+        first: Any = next(iter(parameters.values()), None)
+        dtype, device = (layer.dtype, layer.device) if first is None else (dtype_name(first.dtype), str(first.device))
+        asked = asked_for(next(iter((*parameters.values(), *inputs, *arguments.values())), None))
+        if asked is not None:
+            dtype = dtype_name(asked) if layer.backend == "torch" else dtype
+            inputs = tuple(lowered(x, dtype) for x in inputs)
+            arguments = {name: lowered(x, dtype) for name, x in arguments.items()}
+            parameters = {name: lowered(x, dtype) for name, x in parameters.items()}
+        if layer.backend == "torch":
+            bound: Any = _bound(layer, parameters, dtype, device)
+            return bound(*inputs, **arguments)
         floating = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
         keywords = {name: x for name, x in arguments.items() if name not in floating}
-        run = _running(self.layer, len(inputs), (*floating,), names, keywords)
-        return elsewhere(run, *inputs, *floating.values(), *parameters)
+        run = _running(layer, dtype, len(inputs), (*floating,), (*parameters,), keywords)
+        return elsewhere(run, *inputs, *floating.values(), *parameters.values())
 
     def extra_repr(self) -> str:
         """Return the layer's own description."""
         return repr(self.layer)
 
-    def _here(self) -> Layer:
-        """Return the layer, on the device where the parameters are by now."""
-        devices = {str(parameter.device) for parameter in self.parameters()}
-        if devices and devices != {self.layer.device}:
-            self.layer = self.layer.to("torch", sorted(devices)[0])
-        return self.layer
+    def _expected(self) -> dict[str, Tensor]:
+        """Return the parameters by the layer's names, whatever torch has made of them since, in the layer's shapes."""
+        parameters = {}
+        for name, like in self.layer.parameters().items():
+            x = functools.reduce(getattr, name.split("."), self)
+            if x.shape != like.shape:
+                raise CheckpointError(f"{name}: expected {tuple(like.shape)}, got {tuple(x.shape)}")
+            parameters[name] = x
+        return parameters
 
 
 def to_module(layer: Layer) -> LayerModule:
@@ -83,20 +102,30 @@ def to_module(layer: Layer) -> LayerModule:
     return LayerModule(layer)
 
 
+def _bound(layer: Layer, parameters: dict[str, Any], dtype: str, device: str | None) -> Layer:
+    """Return a layer with these very parameters, where they are and in their dtype, and its parts likewise."""
+    other = object.__new__(type(layer))
+    for name, x in vars(layer).items():
+        setattr(other, name, _bound(x, {}, dtype, device) if isinstance(x, Layer) else x)
+    other._parameters, other._dtype, other._moves_inputs = parameters, dtype, True
+    other._place = Place(layer._place.backend, device)
+    return other
+
+
 def _running(
-    layer: Layer, count: int, floating: tuple[str, ...], names: tuple[str, ...], keywords: dict[str, Any]
+    layer: Layer, dtype: str, count: int, floating: tuple[str, ...], names: tuple[str, ...], keywords: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, Pull]]:
     """Return the layer's forward on inputs, floating arguments and parameters, and its backward in their order."""
-    mover: Any = layer if layer._moves_inputs else layer.to(layer.backend, layer.device)
 
     def run(*tensors: Tensor) -> tuple[Tensor, Pull]:
         inputs, parameters = tensors[:count], tensors[count + len(floating) :]
         arguments = dict(zip(floating, tensors[count : count + len(floating)], strict=True))
         there = {name: to_backend(x, layer.backend, layer.device) for name, x in zip(names, parameters, strict=True)}
-        y, cache = mover.with_parameters(there).forward(*inputs, **arguments, **keywords)
+        bound: Any = _bound(layer, there, dtype, layer.device)
+        y, cache = bound.forward(*inputs, **arguments, **keywords)
 
         def pull(dy: Tensor) -> tuple[Tensor | None, ...]:
-            dinputs, grads = mover.backward(dy, cache)
+            dinputs, grads = bound.backward(dy, cache)
             positional = tuple(dinputs[:count])
             named = tuple(getattr(dinputs, name) for name in floating)
             home = (to_backend(grads[name], "torch", str(x.device)) for name, x in zip(names, parameters, strict=True))

@@ -1,0 +1,94 @@
+"""The kernels where torch does more than compute: differentiates twice, or compiles. Without torch itself."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from polyattn.backend import Array, Kernel, Problem, TiledKernel
+
+from ._kernel import FusedKernel
+
+__all__ = ["COMPILED", "PLAIN", "RECORDED", "ignore_our_log", "transformed"]
+
+FUSED, TILED = FusedKernel(), TiledKernel()
+
+
+class Recorded:
+    """A kernel whose forward and backward are autograd nodes, so that no tile of theirs is recorded."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.name, self.kernel = kernel.name, kernel
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support what the kernel does."""
+        return self.kernel.supports(problem)
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Return out and lse, differentiable by what is written out."""
+        from ._nodes import attention
+
+        return attention(self.kernel, q, k, v, problem)
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Return the gradients; what they in turn depend on counts out and lse in."""
+        from ._nodes import attention_backward
+
+        return attention_backward(self.kernel, dout, dlse, q, k, v, out, lse, problem)
+
+
+class Compiled:
+    """A kernel as one operator of the compiled program, which does not look into it."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.name, self.kernel = kernel.name, kernel
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support what the kernel does."""
+        return self.kernel.supports(problem)
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+        """Call the operator; what is no array and no number is compiled tile by tile."""
+        if problem.structured:
+            return TILED.forward(q, k, v, problem)
+        from ._operators import attention
+
+        return attention(self.name, q, k, v, problem)
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Call the operator, likewise."""
+        if problem.structured:
+            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+        from ._operators import attention_backward
+
+        return attention_backward(self.name, dout, dlse, q, k, v, out, lse, problem)
+
+
+PLAIN: Sequence[Kernel] = (FUSED,)
+RECORDED: Sequence[Kernel] = (Recorded(FUSED), Recorded(TILED))
+COMPILED: Sequence[Kernel] = (Compiled(FUSED), Compiled(TILED))
+
+
+def ignore_our_log() -> None:
+    """Let torch.compile pass over polyattn's messages: they would break a graph, and be written once at most."""
+    config: Any = sys.modules["torch._dynamo.config"]
+    getattr(config, "ignore_logging_functions", config.ignore_logger_methods).add(logging.getLogger("polyattn").debug)
+
+
+def transformed() -> bool:
+    """Say whether one of torch.func's transforms is at work."""
+    from torch._C import _functorch
+
+    return _functorch.maybe_current_level() is not None
+
+
+# As torch.compiler.assume_constant_result marks what is called while torch compiles; that would import the compiler.
+SETTLED: tuple[Any, ...] = (ignore_our_log, transformed)
+for function in SETTLED:
+    function._dynamo_marked_constant = True
