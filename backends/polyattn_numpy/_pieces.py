@@ -6,7 +6,6 @@ the next line; a piece of it does not. Pieces much smaller would leave the threa
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -4,11 +4,11 @@ import threading
 from typing import Any
 
 import numpy as np
-import polyattn_numpy
 import pytest
-from polyattn_numpy import _pieces
 
 import polyattn as pa
+import polyattn_numpy
+from polyattn_numpy import _pieces
 
 by_rows = polyattn_numpy.backend.by_rows
 

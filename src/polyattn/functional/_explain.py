@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..backend import Array, Place
 from ..account import permit
+from ..backend import Array, Place
 from ..errors import DTypeError
 from ..kernels import candidates, dtype_name
 from ._arguments import checked_call, make_problem

@@ -96,9 +96,10 @@ class MultiHeadAttention(Layer):
     def __init__(
         self, d_model: int = 512, num_heads: int = 8, num_kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, *, d_key: int | None = None, d_value: int | None = None, bias: bool = True,
-        scale: float | str | None = None, rotary: bool | Mapping[str, Any] | None = None, qk_norm: str | None = None, qk_norm_eps: float = 1e-6,
-        sinks: bool = False, window: tuple[int | None, int | None] | None = None, init: str = "xavier_uniform",
-        seed: int = 0, dtype: str = "float32", backend: str | None = None, device: str | None = None,
+        scale: float | str | None = None, rotary: bool | Mapping[str, Any] | None = None, qk_norm: str | None = None,
+        qk_norm_eps: float = 1e-6, sinks: bool = False, window: tuple[int | None, int | None] | None = None,
+        init: str = "xavier_uniform", seed: int = 0, dtype: str = "float32", backend: str | None = None,
+        device: str | None = None,
     ) -> None:  # fmt: skip
         d_model, num_heads = checked_sizes(d_model=d_model, num_heads=num_heads)
         if head_dim is None and d_model % num_heads:
