@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,11 @@ class JaxBackend(Backend):
     array_modules = ("jax", "jaxlib")
     install = 'pip install "polyattn[jax]"'
     kernels = (DirectKernel(), ScanKernel(), JitKernel())
+    lacks: ClassVar[Mapping[str, str]] = {
+        "shared_memory": "JAX takes only memory that begins at a multiple of 64 bytes",
+        "in_place": "JAX's arrays never change; one donated to a compiled step is written where it stands",
+        "any_shape": "XLA compiles each operation for each shape",
+    }
 
     def status(self) -> Status:
         """Import JAX and ask for its devices, which a broken accelerator refuses."""
@@ -126,7 +131,9 @@ class JaxBackend(Backend):
     def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
         """Loop with ``lax.scan``, so that program and memory do not grow with the length."""
         jax = _jax()
-        return jax.lax.scan(body, carry, jax.numpy.arange(length))  # type: ignore[no-any-return]
+        from ._placed import settled
+
+        return jax.lax.scan(body, settled(body, carry), jax.numpy.arange(length))  # type: ignore[no-any-return]
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         """Branch with ``lax.cond`` where the predicate is traced."""
@@ -154,21 +161,16 @@ class JaxBackend(Backend):
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array]:
-        """Wrap the pair in ``custom_vjp`` where anything is traced."""
-        jax = _jax()
-
-        def op(*arrays: Array) -> Array:
-            return forward(*arrays)[0]
-
-        def op_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
-            return tuple(backward(dy, saved))
+        """Tell JAX of the gradients, and of the tangents that they give, where anything is traced."""
+        tracer = _jax().core.Tracer
 
         def call(*arrays: Array) -> Array:
-            if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-                return op(*arrays)
-            wrapped = jax.custom_vjp(op)
-            wrapped.defvjp(forward, op_backward)
-            return wrapped(*arrays)
+            if not any(isinstance(x, tracer) for x in arrays):
+                return forward(*arrays)[0]
+            from ._differentiable import differentiable
+            from ._placed import alike
+
+            return differentiable(forward, backward)(*alike(*arrays))
 
         return call
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Problem, TiledKernel
+from polyattn.backend import Array, Problem
 
 __all__ = ["DirectKernel", "JitKernel", "ScanKernel"]
 
-TILED = TiledKernel()
 LIMIT = 2**29
 """Positions are int32; sums of three of these still fit."""
 FEW = 16
@@ -32,17 +31,29 @@ class JitKernel:
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
         """Run the compiled forward."""
-        arrays, static = _split(problem, self.traced)
-        out, lse = _compiled(self.name, "forward", static)(arrays, q, k, v)
+        kernel = self._for(q=q, k=k, v=v)
+        arrays, static = _split(problem, kernel.traced)
+        out, lse = _compiled(kernel.name, "forward", static)(arrays, q, k, v)
         return out, lse
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
     ) -> tuple[Array, Array, Array, Array | None, Array | None]:
         """Run the compiled backward."""
-        arrays, static = _split(problem, self.traced)
-        dq, dk, dv, dbias, dsinks = _compiled(self.name, "backward", static)(arrays, dout, dlse, q, k, v, out, lse)
+        kernel = self._for(q=q, k=k, v=v)
+        arrays, static = _split(problem, kernel.traced)
+        dq, dk, dv, dbias, dsinks = _compiled(kernel.name, "backward", static)(arrays, dout, dlse, q, k, v, out, lse)
         return dq, dk, dv, dbias, dsinks
+
+    def _for(self, **arrays: Array) -> JitKernel:
+        """Return the kernel for where the arrays lie: over several devices the generic one.
+
+        XLA divides its batch and head axes among them. The others loop over these, so that XLA would bring the
+        whole to each device.
+        """
+        from ._placed import spread
+
+        return JitKernel() if spread(**arrays) else self
 
 
 class ScanKernel(JitKernel):
@@ -93,19 +104,8 @@ def _split(problem: Problem, traced: tuple[str, ...]) -> tuple[dict[str, Any], t
 def _compiled(kernel: str, direction: str, static: tuple[tuple[str, Any], ...]) -> Any:
     import jax
 
-    def run_generic(arrays: dict[str, Any], *operands: Any) -> Any:
-        return getattr(TILED, direction)(*operands, Problem(**dict(static), **arrays))
-
-    if kernel == JitKernel.name:
-        return jax.jit(run_generic)
     from . import _direct, _scan
+    from ._passes import GENERIC, Passes
 
-    module = _direct if kernel == DirectKernel.name else _scan
-
-    @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
-    def run(arrays: dict[str, Any], *operands: Any) -> Any:
-        return getattr(module, direction)(*operands, Problem(**dict(static), **arrays))
-
-    # JAX does not differentiate a loop of computed length in reverse, and a second derivative is of these functions.
-    run.defjvp(lambda primals, tangents: jax.jvp(run_generic, primals, tangents))
-    return jax.jit(run)
+    own = {DirectKernel.name: _direct, ScanKernel.name: _scan}
+    return jax.jit(getattr(Passes(own.get(kernel, GENERIC), static), direction))

@@ -1,4 +1,4 @@
-"""JAX, told how a cache crosses the boundary of ``jax.jit``. Imported only once JAX is asked for."""
+"""JAX, told how a cache or a layer crosses the boundary of ``jax.jit``. Imported only once JAX is asked for."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ _lock = threading.Lock()
 
 
 def register(kind: type) -> None:
-    """Make a pytree of a dataclass, once, however many threads ask."""
+    """Make a pytree of a dataclass or a layer, once, however many threads ask."""
     with _lock:
         _registered(kind)
 
 
 @functools.cache
 def _registered(kind: Any) -> None:
-    jax.tree_util.register_dataclass(kind, data_fields=kind.DATA_FIELDS, meta_fields=kind.STATIC_FIELDS)
+    if not hasattr(kind, "flattened"):
+        jax.tree_util.register_dataclass(kind, data_fields=kind.DATA_FIELDS, meta_fields=kind.STATIC_FIELDS)
+        return
+
+    def with_names(layer: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        parameters, frame = layer.flattened()
+        return [(jax.tree_util.DictKey(n), x) for n, x in zip(frame.names, parameters, strict=True)], frame
+
+    jax.tree_util.register_pytree_with_keys(kind, with_names, kind.unflattened, kind.flattened)
 
 
 register(Cache)

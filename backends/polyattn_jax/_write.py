@@ -11,6 +11,8 @@ from jax import lax
 
 from polyattn.backend import Array
 
+from ._placed import alike
+
 __all__ = ["write"]
 
 
@@ -20,6 +22,7 @@ def write(x: Array, value: Array, start: Array, axis: int) -> Array:
     On the CPU, XLA takes a write for so little that it repeats it for each use of its result, on a copy of ``x``
     each (jaxlib 0.10: ten times the time of a decoding step). It does not repeat a loop whose length it cannot know.
     """
+    x, value, start = alike(x, value, start)
     return lax.platform_dependent(
         x, value, start, cpu=functools.partial(_written_once, axis), default=functools.partial(_written, axis)
     )

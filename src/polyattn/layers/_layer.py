@@ -16,6 +16,7 @@ from ..conversion import checked_device, move, place_of
 from ..errors import BackendMismatchError, CheckpointError, ShapeError
 from ..functional._operation import Operation, Trip, checked_dtype, embark_for, expect_dtype, expect_rank
 from ..selection import Bound, bound
+from ._frame import Frame
 
 __all__ = ["Layer"]
 
@@ -26,6 +27,7 @@ class Layer:
     A layer is bound when it is made: to ``backend=``, else to the selection in
     force, else to NumPy. Bound by argument or selection it takes arrays of any
     library and returns that library's; bound by default it takes NumPy's.
+    To JAX, once bound to it, a layer is a pytree with the parameters as its leaves.
     """
 
     _operation: ClassVar[Operation]
@@ -38,6 +40,7 @@ class Layer:
         self._place, self._moves_inputs = bound(backend, device)
         self._dtype = checked_dtype(dtype)
         self._parameters = {name: _created(x, self._dtype, self._place) for name, x in parameters.items()}
+        self._place.backend.register(type(self))
 
     # ---- what it is -------------------------------------------------------------------------------------------
 
@@ -71,6 +74,18 @@ class Layer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         name, device = state["_place"]
         self.__dict__.update(state, _place=Place(registry.ready(name), device))
+        self._place.backend.register(type(self))
+
+    def flattened(self) -> tuple[tuple[Array, ...], Frame]:
+        """Return the parameters, and the rest of the layer: what JAX, to which a layer is a pytree, asks of it."""
+        return tuple(self._parameters.values()), Frame(self)
+
+    @classmethod
+    def unflattened(cls, frame: Frame, parameters: Sequence[Any]) -> Self:
+        """Reverse :meth:`flattened`. Parameters may be anything: gradients, placeholders, stacks of several layers'."""
+        layer = object.__new__(cls)
+        layer.__dict__.update(frame.state, _parameters=dict(zip(frame.names, parameters, strict=True)))
+        return layer
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
@@ -134,6 +149,7 @@ class Layer:
             device = self.device if self.device in chosen.devices() else chosen.devices()[0]
         other = copy.copy(self)
         other._place, other._moves_inputs = Place(chosen, device), True
+        chosen.register(type(self))
         other._parameters = {name: move(x, other._place, name=name) for name, x in self._parameters.items()}
         return other
 
@@ -174,7 +190,7 @@ class Layer:
         self, dy: Array, cache: Cache, names: Sequence[str], *, inputs: bool = True
     ) -> tuple[list[Array | None], dict[str, Array]]:
         """Return the gradients of the inputs called ``names``, at home, and of the parameters, where those are."""
-        grads = self._operation.reverse(dy, cache, **({} if inputs else {"inputs": False}))  # type: ignore[arg-type]
+        grads = self._operation.reverse(dy, cache, inputs=inputs)
         dinputs, dparameters = grads[: len(names)], grads[len(grads) - len(self._slots) :]
         home = [
             None if dx is None else move(dx, cache.home, name=f"d{name}")

@@ -1,0 +1,81 @@
+"""Where JAX says that an array lies: over the devices of a mesh, and inside ``shard_map`` along which of its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from polyattn.backend import Array, BackendMismatchError
+
+__all__ = ["alike", "settled", "spread"]
+
+
+def spread(**arrays: Array) -> bool:
+    """Say whether XLA divides any of these among devices, as it does outside of ``shard_map``.
+
+    Raises
+    ------
+    BackendMismatchError
+        If the types say how: our loops over tiles do not.
+    """
+    found = False
+    for name, x in arrays.items():
+        if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
+            continue
+        sharding: Any = getattr(jax.typeof(x), "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is None or mesh.empty or mesh.size == 1:
+            continue
+        kinds = jax.sharding.AxisType
+        if kinds.Explicit in mesh.axis_types and any(axes is not None for axes in sharding.spec):
+            raise BackendMismatchError(
+                f"{name}: expected an array on one device, on a mesh with automatic axes or in jax.shard_map, got one "
+                f"with the explicit sharding {sharding.spec}; call attention in jax.shard_map, or make the mesh with "
+                "axis_types=(jax.sharding.AxisType.Auto, …)"
+            )
+        found = found or any(kind != kinds.Manual for kind in mesh.axis_types)
+    return found
+
+
+def alike(*arrays: Array | None) -> list[Array | None]:
+    """Inside ``shard_map``, let every array vary along each axis of the mesh along which one of them does.
+
+    Where JAX checks that, a loop may not begin with zeros that are the same on all devices; and the gradient of what
+    is the same on all of them is the sum of theirs.
+    """
+    axes = [frozenset() if x is None else _varying(x) for x in arrays]
+    every: frozenset[Any] = frozenset().union(*axes)
+    return [x if x is None else _vary(x, every - mine) for x, mine in zip(arrays, axes, strict=True)]
+
+
+def settled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any) -> Any:
+    """Return what a loop begins with, inside ``shard_map`` varying as what one step of it gives."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or jax.sharding.AxisType.Manual not in mesh.axis_types:
+        return carry
+    found: list[frozenset[Any]] = []
+
+    def step(carry: Any) -> Any:
+        result, _ = body(carry, jnp.asarray(0))
+        found.extend(map(_varying, jax.tree.leaves(result)))
+        return result
+
+    jax.eval_shape(step, carry)
+    leaves, tree = jax.tree.flatten(carry)
+    return tree.unflatten([_vary(x, axes - _varying(x)) for x, axes in zip(leaves, found, strict=True)])
+
+
+def _varying(x: Array) -> frozenset[Any]:
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)  # JAX ≥ 0.10; before it, the axes themselves, or no such types
+    found = getattr(aval, "vma", frozenset()) if kind is None else kind.varying
+    return frozenset(found)
+
+
+def _vary(x: Array, axes: frozenset[Any]) -> Array:
+    if not axes:
+        return x
+    return jax.lax.pcast(x, tuple(axes), to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, tuple(axes))
