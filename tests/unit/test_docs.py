@@ -33,6 +33,15 @@ def test_the_python_runs(page: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_the_table_of_features_is_what_the_backends_say() -> None:
+    if missing := [name for name in ("torch", "jax", "array_api_strict", "ml_dtypes") if util.find_spec(name) is None]:
+        pytest.skip(f"the table is about {', '.join(missing)} too, which is not installed")
+    code = "import features as f; assert f.parts(f.PAGE.read_text())[1] == f.written(), 'run python docs/features.py'"
+    environment = {**os.environ, "PYTHONPATH": str(DOCS), "JAX_ENABLE_X64": "0"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text(encoding="utf-8")):
