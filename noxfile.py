@@ -60,8 +60,9 @@ def install(session: nox.Session, extras: str, *requirements: str) -> None:
 def run_suite(session: nox.Session, backend: str) -> None:
     """Run the project's tests and the conformance kit on one backend; a backend that cannot be used fails."""
     chosen = f"--polyattn-backend={backend}"
-    # JAX compiles each shape, on one core: two processes take half the time. The others' libraries use all cores.
-    share = ["-n", "2"] if backend == "jax" and not session.posargs else []
+    # JAX compiles each shape, on one core, and much of NumPy's run are programs and other libraries that start.
+    share = {"jax": ["-n", "2"], "numpy": ["-n", "2", "--dist", "loadfile"]}.get(backend, [])
+    share = [] if session.posargs else share
     session.run("pytest", chosen, *share, *session.posargs, env=UNSELECTED)
     if not session.posargs:
         session.run("pytest", chosen, *share, *KIT, env=UNSELECTED)
@@ -138,14 +139,15 @@ def plugin(session: nox.Session) -> None:
     if accuracy < 0.9:
         session.error(f"300 steps on mlx reached the accuracy {accuracy}")
     session.log(f"300 steps on mlx: pointer accuracy {accuracy:.3f}")
-    part = session.posargs or ["-k", "contract or features or conversion or selection"]
-    check_report(session, "mlx", *part)
-    session.run("pytest", str(root / "examples" / "plugin" / "tests"), env=UNSELECTED)
+    part = "contract or features or conversion or selection"  # what follows -- may choose another: -k kit takes all
+    check_report(session, "mlx", *(session.posargs or ["-k", f"{part} or test_attention or test_layers"]))
+    tests = str(root / "examples" / "plugin" / "tests")
+    session.run("pytest", tests, "-k", "not test_the_kit", env=UNSELECTED)  # which is the check again
     shutil.rmtree(folder / "polyattn-strange", ignore_errors=True)
     foreign = {**UNSELECTED, "PYTHONPATH": str(root / "tests" / "xp" / "foreign")}
     session.run("polyattn", "new-backend", "strange", "--namespace", "foreign_arrays", env=foreign)
     install_wheel(session, folder / "polyattn-strange", folder, "--no-deps")  # no index has its library
-    check_report(session, "strange", *part, **foreign)
+    check_report(session, "strange", *(session.posargs or ["-k", part]), **foreign)
 
 
 def install_wheel(session: nox.Session, source: Path, folder: Path, *options: str) -> None:
