@@ -139,15 +139,15 @@ def plugin(session: nox.Session) -> None:
     if accuracy < 0.9:
         session.error(f"300 steps on mlx reached the accuracy {accuracy}")
     session.log(f"300 steps on mlx: pointer accuracy {accuracy:.3f}")
-    part = "contract or features or conversion or selection"  # what follows -- may choose another: -k kit takes all
-    check_report(session, "mlx", *(session.posargs or ["-k", f"{part} or test_attention or test_layers"]))
+    check_report(session, "mlx", *session.posargs)
     tests = str(root / "examples" / "plugin" / "tests")
     session.run("pytest", tests, "-k", "not test_the_kit", env=UNSELECTED)  # which is the check again
     shutil.rmtree(folder / "polyattn-strange", ignore_errors=True)
     foreign = {**UNSELECTED, "PYTHONPATH": str(root / "tests" / "xp" / "foreign")}
     session.run("polyattn", "new-backend", "strange", "--namespace", "foreign_arrays", env=foreign)
     install_wheel(session, folder / "polyattn-strange", folder, "--no-deps")  # no index has its library
-    check_report(session, "strange", *(session.posargs or ["-k", part]), **foreign)
+    part = session.posargs or ["-k", "contract or features or conversion or selection"]
+    check_report(session, "strange", *part, **foreign)
 
 
 def install_wheel(session: nox.Session, source: Path, folder: Path, *options: str) -> None:

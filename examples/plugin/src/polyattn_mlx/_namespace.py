@@ -42,8 +42,14 @@ def astype(x: mx.array, dtype: Any, /, *, copy: Any = True, device: None = None)
 
 
 def sum(x: mx.array, /, *, axis: Any = None, dtype: Any = None, keepdims: Any = False) -> mx.array:
-    """Sum in a dtype, if one is named."""
-    return mx.sum(x if dtype is None else x.astype(dtype), axis=axis, keepdims=keepdims)
+    """Sum in a dtype, if one is named. The sum of nothing is zero: MLX 0.32 reads memory that is not there for it."""
+    x = x if dtype is None else x.astype(dtype)
+    if x.size:
+        return mx.sum(x, axis=axis, keepdims=keepdims)
+    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    summed = {a % x.ndim for a in axes}
+    kept = [1 if i in summed else n for i, n in enumerate(x.shape) if keepdims or i not in summed]
+    return mx.zeros(kept, dtype=mx.int32 if x.dtype == mx.bool_ else x.dtype)
 
 
 def argmax(x: mx.array, /, *, axis: int | None = None, keepdims: Any = False) -> mx.array:
