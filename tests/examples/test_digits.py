@@ -1,7 +1,5 @@
 """The digits example, whole, on the backend under test: it learns, and leaves a picture that shows something."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,23 +9,10 @@ import pytest
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
 pytest.importorskip("matplotlib", reason='the picture needs matplotlib: pip install "polyattn[plot]"')
 
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 
-
-@pytest.fixture(scope="module")
-def digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("digits_example", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_digits_are_read_and_the_heads_drawn(digits: ModuleType, backend: str, tmp_path: Path) -> None:
+def test_digits_are_read_and_the_heads_drawn(example: ModuleType, backend: str, tmp_path: Path) -> None:
     picture = tmp_path / "new folder" / "digits.png"
-    accuracy = digits.main(["--backend", backend, "--seed", "3", "--output", str(picture)])
+    accuracy = example.main(["--backend", backend, "--seed", "3", "--output", str(picture)])
     assert 0.95 <= accuracy <= 1.0
 
     from matplotlib.image import imread
@@ -37,13 +22,13 @@ def test_digits_are_read_and_the_heads_drawn(digits: ModuleType, backend: str, t
     assert len(np.unique(np.reshape(pixels, (-1, pixels.shape[-1])), axis=0)) > 100
 
 
-def test_the_gradients_are_those_of_the_loss(digits: ModuleType) -> None:
+def test_the_gradients_are_those_of_the_loss(example: ModuleType) -> None:
     """Central differences along the gradient itself, in float64 by way of one small model."""
     import polyattn as pa
 
-    (x, labels), _ = digits.digits(seed=0)
+    (x, labels), _ = example.digits(seed=0)
     x, labels = x[:6].astype(np.float64), labels[:6]
-    model = digits.DigitReader(width=8, heads=2, dtype="float64")
+    model = example.DigitReader(width=8, heads=2, dtype="float64")
     parameters = model.parameters()
 
     def loss_of(values: dict[str, np.ndarray]) -> float:
@@ -65,9 +50,9 @@ def test_the_gradients_are_those_of_the_loss(digits: ModuleType) -> None:
         assert (above - below) / 2e-5 == pytest.approx(norm, rel=1e-6, abs=1e-9), name
 
 
-def test_a_misspelt_backend_is_named(digits: ModuleType, tmp_path: Path) -> None:
+def test_a_misspelt_backend_is_named(example: ModuleType, tmp_path: Path) -> None:
     import polyattn as pa
 
     with pytest.raises(pa.UnknownBackendError, match="numpi"):
-        digits.main(["--backend", "numpi", "--output", str(tmp_path / "digits.png")])
+        example.main(["--backend", "numpi", "--output", str(tmp_path / "digits.png")])
     assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,6 @@
 ``nox -s interop`` runs it: transformers is no part of the environments of the other sessions.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,19 +11,6 @@ import polyattn as pa
 
 pytest.importorskip("torch", reason='pip install "polyattn[torch]"')
 pytest.importorskip("transformers", reason="nox -s interop, which installs it")
-
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "hugging_face.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hugging_face_example", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(("arguments", "least"), [((), 0.9), (("--model", "gpt2", "--backend", "numpy"), 0.2)])

@@ -1,27 +1,11 @@
 """The JAX example: it learns, and its gradients are those of the hand-written backward."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
-
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "jax_training.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("jax_training_example", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_it_learns(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """The example of an ONNX graph: on every backend what the evaluator of onnx itself gives, at once and with a cache."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,19 +10,7 @@ import polyattn as pa
 
 onnx = pytest.importorskip("onnx", reason='the graph is onnx\'s: pip install "polyattn[onnx]"')
 
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "onnx_graph.py"
 READY = [info.name for info in pa.list_backends() if info.state == "ready"]
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("onnx_graph_example", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("backend", READY)

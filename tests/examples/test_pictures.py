@@ -1,7 +1,5 @@
 """The example that draws pictures: the layer learns, and each picture shows what it should."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,19 +9,6 @@ import pytest
 import polyattn as pa
 
 pytest.importorskip("matplotlib.figure", reason='the pictures need matplotlib: pip install "polyattn[plot]"')
-
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "pictures.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures_example", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_heads_learn_where_to_look_and_all_is_drawn(example: ModuleType, backend: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -16,17 +15,6 @@ import pytest
 torch = pytest.importorskip("torch", reason='the examples train with torch: pip install "polyattn[torch]"')
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def training() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torch_training_example", EXAMPLES / "torch_training.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +40,16 @@ def run(*arguments: str) -> str:
     [["--autocast", "--checkpoint"], ["--backend", "numpy"]],
     ids=lambda arguments: " ".join(arguments),
 )
-def test_it_learns(training: ModuleType, arguments: list[str]) -> None:
-    assert training.main([*arguments, "--steps", "60"]) > 0.98
+def test_it_learns(example: ModuleType, arguments: list[str]) -> None:
+    assert example.main([*arguments, "--steps", "60"]) > 0.98
 
 
-def test_workers_and_the_compiler(training: ModuleType) -> None:
+def test_workers_and_the_compiler(example: ModuleType) -> None:
     """A worker that starts afresh makes the same rows, and the compiled model takes the steps of the other one."""
     steps = ["--steps", "20"]
     out = run("torch_training.py", *steps, "--compile", "aot_eager", "--workers", "1", "--start", "spawn")
     (right,) = re.findall(r"([\d.]+)% of the digits right", out)
-    assert float(right) == pytest.approx(100 * training.main(steps), abs=0.5)
+    assert float(right) == pytest.approx(100 * example.main(steps), abs=0.5)
 
 
 def test_two_processes_learn_what_one_does() -> None:

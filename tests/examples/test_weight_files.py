@@ -1,7 +1,5 @@
 """The example of weights in files: the same bits in another library, and a damaged file is refused."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -10,19 +8,6 @@ import pytest
 import polyattn as pa
 
 pytest.importorskip("ml_dtypes", reason="NumPy's bfloat16 needs it: pip install ml_dtypes")
-
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "weight_files.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("weight_files_example", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("numpy", "torch"), ("torch", "jax"), ("jax", "numpy")])

@@ -1,8 +1,5 @@
 """The example that trains a torch encoder by our backward: the same outputs before and after, and it learns."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -11,18 +8,6 @@ import pytest
 import polyattn as pa
 
 torch = pytest.importorskip("torch", reason='the example is about torch: pip install "polyattn[torch]"')
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "weights.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("weights_example", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_encoder_learns_by_our_backward(example: ModuleType, backend: str) -> None:

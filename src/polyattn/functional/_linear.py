@@ -25,7 +25,8 @@ def forward(
     backend: Backend, x: Array, weight: Array, bias: Array | None
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
     """Return x W + b."""
-    xp, wide = backend.namespace(), widen(backend.namespace(), weight)
+    xp = backend.namespace()
+    wide = widen(xp, weight)
 
     def formula(x: Array) -> Array:
         y = xp.matmul(widen(xp, x), wide)  # (rows, out)
