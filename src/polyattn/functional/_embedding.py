@@ -10,6 +10,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
 from ._operation import Operation, expect_arrays, expect_floating, is_integer
+from ._range import linear_in
 
 __all__ = ["EmbeddingGrads", "embedding", "embedding_backward", "embedding_forward"]
 
@@ -49,7 +50,12 @@ def backward(
         drows = xp.where(inside[:, None], drows, xp.zeros_like(drows))
     # rows = weight[index]
     device = backend.native_device(backend.device_of(dy))
-    dweight = backend.index_add(xp.zeros((count, features), dtype=drows.dtype, device=device), index, drows)
+    table = xp.zeros((count, features), dtype=drows.dtype, device=device)
+
+    def added(drows: Array) -> Array:
+        return backend.index_add(table, index, drows)
+
+    dweight = linear_in(backend, added, drows, only_looking=True)
     return None, cast(xp, dweight, dy.dtype)  # (count, features)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
-from ..kernels import cast, widen
-from ._gelu import checked_approximate, density, distribution
+from ._gelu import GELU, checked_approximate
 from ._operation import Operation
-from ._swiglu import checked_pair
+from ._swiglu import checked_pair, gated_backward, gated_forward
 
 __all__ = ["GegluGrads", "geglu", "geglu_backward", "geglu_forward"]
 
@@ -22,29 +21,12 @@ class GegluGrads(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, tuple[Array, Array]]:
     """Return gate · Φ(gate) · up."""
-    xp = backend.namespace()
-
-    def formula(gate: Array, up: Array) -> Array:
-        wide = widen(xp, gate)
-        return cast(xp, wide * distribution(xp, wide, approximate) * widen(xp, up), gate.dtype)
-
-    return backend.by_rows(formula, gate, up, axes=0), (gate, up)
+    return gated_forward(backend, gate, up, GELU[approximate]), (gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approximate: str) -> tuple[Array, Array]:
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
-    xp, (gate, up) = backend.namespace(), saved
-
-    def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-        dy_, wide = widen(xp, dy), widen(xp, gate)
-        phi = distribution(xp, wide, approximate)
-        # y = gate · Φ(gate) · up
-        dup = dy_ * (wide * phi)
-        dgate = dy_ * widen(xp, up) * (phi + wide * density(xp, wide, approximate))
-        return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
-
-    dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
-    return dgate, dup
+    return gated_backward(backend, dy, *saved, GELU[approximate])
 
 
 _operation = Operation("geglu", forward, backward)

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
-from ..kernels import cast, widen
-from ._erfc import erfc
+from ._erfc import normal_tail
 from ._operation import Operation, expect_floating
+from ._silu import Activation, activation_backward, activation_forward, logistic
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
 CUBIC = 0.044715
 ROOT = math.sqrt(2 / math.pi)
-FAR = 1e3  # there tanh is ±1 to the last digit, and long has been
+FAR = 1e3  # there Φ is 0 or 1 to the last digit, and long has been
 
 
 class GeluGrads(NamedTuple):
@@ -26,45 +26,69 @@ class GeluGrads(NamedTuple):
 
 def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tuple[Array]]:
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
-    xp = backend.namespace()
-
-    def formula(x: Array) -> Array:
-        wide = widen(xp, x)
-        return cast(xp, wide * distribution(xp, wide, approximate), x.dtype)
-
-    return backend.by_rows(formula, x, axes=0), (x,)
+    return activation_forward(backend, x, GELU[approximate]), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
     """Return dy · (Φ(x) + x · Φ′(x))."""
-    xp, (x,) = backend.namespace(), saved
-
-    def formula(dy: Array, x: Array) -> Array:
-        wide = widen(xp, x)
-        slope = distribution(xp, wide, approximate) + wide * density(xp, wide, approximate)
-        return cast(xp, widen(xp, dy) * slope, x.dtype)
-
-    return (backend.by_rows(formula, dy, x, axes=0),)
+    return (activation_backward(backend, dy, saved[0], GELU[approximate]),)
 
 
-def distribution(xp: Any, x: Array, approximate: str) -> Array:
-    """Return Φ(x)."""
-    if approximate == "none":
-        return erfc(xp, x * -math.sqrt(0.5)) / 2
-    return (1 + _tanh(xp, x)) / 2
+class Gelu:
+    """x · Φ(x), whose derivative is Φ(x) + x · Φ′(x)."""
+
+    def __init__(self, xp: Any, x: Array) -> None:
+        self.x = x
+        self.positive = xp.astype(xp.greater_equal(x, 0), x.dtype)  # a factor is faster than NumPy's where
+        self.size = xp.clip(x * (2 * self.positive - 1), -FAR, FAR)  # |x|, of derivative 1 at 0
+        self.tail = normal_tail(xp, self.size)  # Φ(−|x|) / exp(−x² / 2)
+        self.root = xp.exp(self.size * self.size * -0.25)  # of exp(−x² / 2); made late, to hold few arrays at a time
+
+    def decay(self) -> Array:
+        """Return the root for x < 0."""
+        return self.positive + (1 - self.positive) * self.root
+
+    def value(self) -> Array:
+        """Return max(x, 0) − |x| · Φ(−|x|)."""
+        return self.positive * self.x - self.size * self.tail * self.root * self.root
+
+    def factor(self) -> Array:
+        """Return it divided by the decay."""
+        part = self.size * self.tail * self.root
+        return self.positive * self.x - part * (1 - self.positive + self.positive * self.root)
+
+    def slope(self) -> Array:
+        """Return the derivative divided by the decay's square."""
+        below = self.tail - self.size * (1 / math.sqrt(2 * math.pi))  # where x < 0; above it is 1 − below · root²
+        return self.positive + (1 - self.positive * (1 + self.root * self.root)) * below
 
 
-def density(xp: Any, x: Array, approximate: str) -> Array:
-    """Return Φ′(x)."""
-    if approximate == "none":
-        return xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
-    tanh, x = _tanh(xp, x), xp.clip(x, -FAR, FAR)
-    return (1 - tanh * tanh) * (ROOT / 2) * (1 + 3 * CUBIC * x * x)
+class GeluTanh:
+    """x · (1 + tanh(u)) / 2 = x · σ(2u), u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) cancels where x < 0."""
+
+    def __init__(self, xp: Any, x: Array) -> None:
+        self.x, self.near = x, xp.clip(x, -FAR, FAR)  # its cube stays finite
+        self.cubic = self.near * self.near * (2 * ROOT * CUBIC)
+        self.root, self.rest, self.total = logistic(xp, self.near * (self.cubic + 2 * ROOT))
+
+    def decay(self) -> Array:
+        """Return √exp(2u) for x < 0."""
+        return self.root
+
+    def value(self) -> Array:
+        """Return x · σ(2u)."""
+        return self.factor() * self.root
+
+    def factor(self) -> Array:
+        """Return it divided by the decay."""
+        return self.x * self.root / self.total
+
+    def slope(self) -> Array:
+        """Return the derivative σ(2u) · (1 + 2 x u′ · (1 − σ(2u))) divided by the decay's square."""
+        return (1 + self.near * (3 * self.cubic + 2 * ROOT) * self.rest / self.total) / self.total
 
 
-def _tanh(xp: Any, x: Array) -> Array:
-    x = xp.clip(x, -FAR, FAR)  # its cube stays finite
-    return xp.tanh(ROOT * (x + CUBIC * x * x * x))
+GELU: dict[str, type[Activation]] = {"none": Gelu, "tanh": GeluTanh}
 
 
 _operation = Operation("gelu", forward, backward)

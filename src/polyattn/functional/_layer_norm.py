@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import checked_norm, trailing
+from ._norms import checked_norm, normalised, pulled, trailing
 from ._operation import Operation
+from ._range import linear_in
 
 __all__ = ["LayerNormGrads", "layer_norm", "layer_norm_backward", "layer_norm_forward"]
 
@@ -27,42 +28,54 @@ def forward(
     xp = backend.namespace()
 
     def formula(x: Array) -> tuple[Array, Array, Array]:
-        centred, (_, last, n) = widen(xp, x), trailing(x, axes)
-        # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
-        for _ in range(2):
-            centred = centred - xp.sum(centred, axis=last, keepdims=True) / n
-        rstd = 1 / xp.sqrt(xp.sum(centred * centred, axis=last, keepdims=True) / n + eps)  # (…, 1)
-        xhat = centred * rstd
+        wide, (_, last, n) = widen(xp, x), trailing(x, axes)
+
+        def centred(x: Array) -> Array:
+            # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
+            for _ in range(2):
+                x = x - xp.sum(x, axis=last, keepdims=True) / n
+            return x
+
+        xhat, root = normalised(backend, wide, centred, eps, axes)
         y = xhat
         if weight is not None:
             y = y * widen(xp, weight)
         if bias is not None:
             y = y + widen(xp, bias)
-        return cast(xp, y, x.dtype), xhat, rstd
+        return cast(xp, y, x.dtype), xhat, root
 
-    y, xhat, rstd = backend.by_rows(formula, x, axes=axes)
-    return y, (xhat, rstd, weight, bias)
+    y, xhat, root = backend.by_rows(formula, x, axes=axes)
+    return y, (xhat, root, weight, bias)
 
 
 def backward(
     backend: Backend, dy: Array, saved: tuple[Array | None, ...], *, eps: float, axes: int = 1
 ) -> tuple[Array, Array | None, Array | None]:
     """Return dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / √(var + eps), and the sums for weight and bias."""
-    xp, (xhat, rstd, weight, bias) = backend.namespace(), saved
+    xp, (xhat, root, weight, bias) = backend.namespace(), saved
     dy_, (rows, _, _) = widen(xp, dy), trailing(dy, axes)
+    dweight = dbias = None
     # y = x̂ · weight + bias
-    dbias = None if bias is None else cast(xp, xp.sum(dy_, axis=rows), bias.dtype)  # (*features)
-    dweight = None if weight is None else cast(xp, xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (*features)
+    if bias is not None:
+        dbias = cast(xp, linear_in(backend, lambda dy: xp.sum(dy, axis=rows), dy_), bias.dtype)  # (*features)
+    if weight is not None:
+        dweight = linear_in(backend, lambda dy: xp.sum(dy * xhat, axis=rows), dy_)
+        dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
-    def formula(dy: Array, xhat: Array, rstd: Array) -> Array:
+    def formula(dy: Array, xhat: Array, root: Array) -> Array:
         _, last, n = trailing(dy, axes)
-        dxhat = widen(xp, dy) if weight is None else widen(xp, dy) * widen(xp, weight)
-        # x̂ = (x − mean(x)) · rstd(x)
-        along = xp.sum(dxhat * xhat, axis=last, keepdims=True) / n
-        dx = (dxhat - xp.sum(dxhat, axis=last, keepdims=True) / n - xhat * along) * rstd
-        return cast(xp, dx, dy.dtype)
 
-    return backend.by_rows(formula, dy, xhat, rstd, axes=axes), dweight, dbias
+        # x̂ = (x − mean(x)) / root(x)
+        def means(dxhat: Array) -> tuple[Array, ...]:
+            along = xp.sum(dxhat * xhat, axis=last, keepdims=True) / n
+            return along, xp.sum(dxhat, axis=last, keepdims=True) / n
+
+        def projected(dxhat: Array, along: Array, mean: Array) -> Array:
+            return dxhat - mean - xhat * along
+
+        return cast(xp, pulled(backend, dy, root, weight, means, projected, axes), dy.dtype)
+
+    return backend.by_rows(formula, dy, xhat, root, axes=axes), dweight, dbias
 
 
 _operation = Operation("layer_norm", forward, backward)

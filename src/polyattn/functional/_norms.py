@@ -1,14 +1,18 @@
-"""What the normalisations share: the axes that they go over, and the check of their arguments."""
+"""What the normalisations share: their axes, the division by the root and its gradient, the check of arguments."""
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
-from ..backend import Array
+from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
+from ..kernels import widen
 from ._operation import expect_one_dtype, expect_rank, expect_shape, is_number, shown
+from ._range import choose, half_power, largest, low, times_square
 
 
 def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -16,6 +20,70 @@ def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int
     lead = x.ndim - axes
     # The mean of no elements is not asked for.
     return tuple(range(lead)), tuple(range(lead, x.ndim)), max(math.prod(x.shape[lead:]), 1)
+
+
+def normalised(
+    backend: Backend, x: Array, centred: Callable[[Array], Array], eps: float, axes: int
+) -> tuple[Array, Array]:
+    """Return x̂ = c / root and root = √(mean(c²) + eps) of c = ``centred(x)``."""
+    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
+
+    def divided(x: Array, eps: float | Array) -> tuple[Array, Array]:
+        c = centred(x)
+        root = xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + eps)  # (…, 1)
+        return c / root, root
+
+    def scaled() -> tuple[Array, Array]:
+        size = largest(xp, x, last)
+        least = xp.full_like(size, math.sqrt(eps))
+        half = half_power(backend, xp.maximum(size, least))
+        scale = half * half
+        xhat, root = divided(x * scale, (least * scale) * (least * scale))
+        bound = xp.full_like(root, float(xp.finfo(root.dtype).max))  # a root of equal numbers may be rounded up
+        return xhat, xp.minimum(root / scale, bound)
+
+    def ordinary() -> Array:
+        root = plain[1]
+        finite = xp.isfinite(root)
+        return finite if eps >= low(x) ** 2 else xp.logical_and(finite, xp.greater_equal(root, low(x)))
+
+    if not backend.on_host(x):
+        return scaled()
+    plain = divided(x, eps)
+    return choose(backend, x, ordinary, lambda: plain, scaled)  # type: ignore[no-any-return]  # either is a pair
+
+
+def pulled(
+    backend: Backend, dy: Array, root: Array, weight: Array | None, means: Callable[[Array], tuple[Array, ...]],
+    projected: Callable[..., Array], axes: int,
+) -> Array:  # fmt: skip
+    """Return ``projected(dx̂, *means(dx̂)) / root`` with dx̂ = dy · weight."""
+    xp, (_, last, _) = backend.namespace(), trailing(dy, axes)
+    dy = widen(xp, dy)
+    gain = None if weight is None else widen(xp, weight)
+
+    def scaled() -> Array:
+        half, of_root, factor = half_power(backend, largest(xp, dy, last)), half_power(backend, root), None
+        dxhat = dy * (half * half)
+        factor = of_root / half
+        if gain is not None:
+            of_gain = half_power(backend, largest(xp, gain, tuple(range(gain.ndim))))
+            dxhat, factor = dxhat * (gain * (of_gain * of_gain)), factor / of_gain
+        dx = projected(dxhat, *means(dxhat)) / (root * (of_root * of_root))
+        return times_square(xp, dx, factor)
+
+    if not backend.on_host(dy):
+        return scaled()
+    dxhat = dy if gain is None else dy * gain
+    found = means(dxhat)
+
+    def ordinary() -> Array:
+        size = functools.reduce(xp.add, map(xp.abs, found))
+        # Zero is no product that vanished, or one that the root does not bring back.
+        enough = xp.logical_or(xp.greater_equal(size, low(dy) ** 2), xp.equal(size, 0))
+        return xp.logical_and(xp.isfinite(size), xp.logical_and(enough, xp.greater_equal(root, 2.0**-16)))
+
+    return choose(backend, dy, ordinary, lambda: projected(dxhat, *found) / root, scaled)
 
 
 def checked_norm(

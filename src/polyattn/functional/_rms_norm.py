@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import checked_norm, trailing
+from ._norms import checked_norm, normalised, pulled, trailing
 from ._operation import Operation
+from ._range import linear_in
 
 __all__ = ["RMSNormGrads", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
 
@@ -26,36 +27,40 @@ def forward(
     xp = backend.namespace()
 
     def formula(x: Array) -> tuple[Array, Array]:
-        wide, (_, last, n) = widen(xp, x), trailing(x, axes)
-        rstd = 1 / xp.sqrt(xp.sum(wide * wide, axis=last, keepdims=True) / n + eps)  # (…, 1)
-        y = wide * rstd
+        y, root = normalised(backend, widen(xp, x), lambda x: x, eps, axes)
         if weight is not None:
             y = y * widen(xp, weight)
-        return cast(xp, y, x.dtype), rstd
+        return cast(xp, y, x.dtype), root
 
-    y, rstd = backend.by_rows(formula, x, axes=axes)
-    return y, (x, rstd, weight)
+    y, root = backend.by_rows(formula, x, axes=axes)
+    return y, (x, root, weight)
 
 
 def backward(
     backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None], *, eps: float, axes: int = 1
 ) -> tuple[Array, Array | None]:
     """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
-    xp, (x, rstd, weight) = backend.namespace(), saved
+    xp, (x, root, weight) = backend.namespace(), saved
     rows, _, _ = trailing(dy, axes)
     # y = x̂ · weight
     dweight = None
     if weight is not None:
-        dweight = cast(xp, xp.sum(widen(xp, dy) * (widen(xp, x) * rstd), axis=rows), weight.dtype)  # (*features)
+        dweight = linear_in(backend, lambda dy: xp.sum(dy * (widen(xp, x) / root), axis=rows), widen(xp, dy))
+        dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
-    def formula(dy: Array, x: Array, rstd: Array) -> Array:
-        xhat, (_, last, n) = widen(xp, x) * rstd, trailing(dy, axes)
-        dxhat = widen(xp, dy) if weight is None else widen(xp, dy) * widen(xp, weight)
-        # x̂ = x · rstd(x)
-        dx = (dxhat - xhat * (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n)) * rstd
-        return cast(xp, dx, dy.dtype)
+    def formula(dy: Array, x: Array, root: Array) -> Array:
+        xhat, (_, last, n) = widen(xp, x) / root, trailing(dy, axes)
 
-    return backend.by_rows(formula, dy, x, rstd, axes=axes), dweight
+        # x̂ = x / root(x)
+        def means(dxhat: Array) -> tuple[Array, ...]:
+            return (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n,)
+
+        def projected(dxhat: Array, along: Array) -> Array:
+            return dxhat - xhat * along
+
+        return cast(xp, pulled(backend, dy, root, weight, means, projected, axes), dy.dtype)
+
+    return backend.by_rows(formula, dy, x, root, axes=axes), dweight
 
 
 _operation = Operation("rms_norm", forward, backward)

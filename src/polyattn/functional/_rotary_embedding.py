@@ -1,4 +1,4 @@
-"""Rotary position embedding and its backward, which turns the other way."""
+"""Rotary position embedding and its backward, the rotation by the negative angle."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ._operation import (
     is_number,
     shown,
 )
+from ._range import linear_in
 from ._rotary_angles import counted, signed, turns
 from ._rotary_scaling import RotaryScaling
 
@@ -44,18 +45,19 @@ class RotaryEmbeddingGrads(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The static arguments that say by what a position turns."""
+    """The static arguments of the angles, and whether tables give the angles instead."""
 
     frequencies: tuple[float, ...]
     magnitude: float
     interleaved: bool
+    tables: bool = False
 
 
 def forward(
     backend: Backend, x: Array, positions: Array | None, offset: Array | None, cos: Array | None = None,
     sin: Array | None = None, *, start: int, rotation: Rotation, seen: bool = False,
 ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
-    """Return each pair (x₁, x₂) turned by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
+    """Return each pair (x₁, x₂) rotated by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
     if cos is None or sin is None:
         if positions is None:
@@ -71,25 +73,31 @@ def forward(
         cos, sin = cos * rotation.magnitude, sin * rotation.magnitude
     if x.ndim > 2:
         cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
-    return _turned(xp, x, cos, sin, rotation.interleaved), (cos, sin)
+    return _rotated(backend, x, cos, sin, rotation), (cos, sin)
 
 
 def backward(
     backend: Backend, dy: Array, saved: tuple[Array, Array], *, rotation: Rotation, **_: Any
 ) -> tuple[Array, None, None, None, None]:
-    """Return dy turned by the negative angle."""
-    (cos, sin), xp = saved, backend.namespace()
-    return _turned(xp, dy, cos, -sin, rotation.interleaved), None, None, None, None
+    """Return dy rotated by the negative angle."""
+    cos, sin = saved
+    return _rotated(backend, dy, cos, -sin, rotation), None, None, None, None
 
 
-def _turned(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
-    """Turn the pairs of the first features, and leave the rest."""
-    half = cos.shape[-1]
-    dim = 2 * half
+def _rotated(backend: Backend, x: Array, cos: Array, sin: Array, rotation: Rotation) -> Array:
+    """Rotate the pairs of the first features, and leave the rest."""
+    xp, half = backend.namespace(), cos.shape[-1]
+    dim, interleaved = 2 * half, rotation.interleaved
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, half), slice(half, dim))
-    x1, x2 = widen(xp, x[..., first]), widen(xp, x[..., second])  # (…, H, n, dim / 2)
-    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    y = xp.reshape(xp.stack([y1, y2], axis=-1), (*x.shape[:-1], dim)) if interleaved else xp.concat([y1, y2], axis=-1)
+
+    def rotated(x: Array) -> Array:
+        x1, x2 = x[..., first], x[..., second]  # (…, H, n, dim / 2)
+        y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        return xp.reshape(xp.stack([y1, y2], axis=-1), shape) if interleaved else xp.concat([y1, y2], axis=-1)
+
+    pairs, shape = widen(xp, x[..., :dim]), (*x.shape[:-1], dim)
+    # No product overflows where no cosine is more than 1.
+    y = linear_in(backend, rotated, pairs) if rotation.tables or rotation.magnitude > 1 else rotated(pairs)
     y = cast(xp, y, x.dtype)
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
 
@@ -205,6 +213,7 @@ def _check(
             raise ArgumentError("tables: expected no offset, base or scaling beside them: they say what those would")
     rotation = checked_rotation(x, base, dim, interleaved, scaling)
     cos, sin = (None, None) if tables is None else tables
+    rotation = rotation._replace(tables=tables is not None)
     seen = cos is not None and positions is not None and checked_indices(positions, cos.shape[0], "positions")
     arrays = {
         "x": x, "positions": positions, "offset": offset if start is None else None, "cos": cos, "sin": sin,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from ..backend import Array, Backend, Cache
+from ..backend import Array, Backend, Cache, dtype_name
 from ..kernels import cast, widen
 from ._operation import Operation, expect_floating
 
 __all__ = ["SiluGrads", "silu", "silu_backward", "silu_forward"]
+
+
+FAR = 1e3  # the exponential of minus this is 0
 
 
 class SiluGrads(NamedTuple):
@@ -19,35 +22,88 @@ class SiluGrads(NamedTuple):
 
 def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
     """Return x · σ(x)."""
-    xp = backend.namespace()
-
-    def formula(x: Array) -> Array:
-        wide = widen(xp, x)
-        sigmoid, _ = logistic(xp, wide)
-        return cast(xp, wide * sigmoid, x.dtype)
-
-    return backend.by_rows(formula, x, axes=0), (x,)
+    return activation_forward(backend, x, Silu), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
     """Return dy · (σ(x) + x · σ′(x))."""
-    xp, (x,) = backend.namespace(), saved
+    return (activation_backward(backend, dy, saved[0], Silu),)
+
+
+class Activation(Protocol):
+    """A function f of an array of float32 or float64: what its value and derivative have in common, and these.
+
+    Where x goes to −∞, f(x) and f′(x) go to 0, and would vanish before they meet a large up or dy. So both come in
+    factors that are in range, f(x) = factor · decay and f′(x) = slope · decay²: a product takes one at a time.
+    """
+
+    def __init__(self, xp: Any, x: Array) -> None: ...
+
+    def decay(self) -> Array:
+        """Return the root of what f falls like below 0; 1 for x ≥ 0."""
+
+    def value(self) -> Array:
+        """Return f(x)."""
+
+    def factor(self) -> Array:
+        """Return f(x) / decay."""
+
+    def slope(self) -> Array:
+        """Return f′(x) / decay²."""
+
+
+def activation_forward(backend: Backend, x: Array, activation: type[Activation]) -> Array:
+    """Return f(x)."""
+    xp = backend.namespace()
+
+    def formula(x: Array) -> Array:
+        return cast(xp, activation(xp, widen(xp, x)).value(), x.dtype)
+
+    return backend.by_rows(formula, x, axes=0)
+
+
+def activation_backward(backend: Backend, dy: Array, x: Array, activation: type[Activation]) -> Array:
+    """Return dy · f′(x)."""
+    xp = backend.namespace()
 
     def formula(dy: Array, x: Array) -> Array:
-        wide = widen(xp, x)
-        sigmoid, slope = logistic(xp, wide)
-        return cast(xp, widen(xp, dy) * (sigmoid + wide * slope), x.dtype)
+        f = activation(xp, widen(xp, x))
+        decay = f.decay()
+        return cast(xp, widen(xp, dy) * decay * f.slope() * decay, x.dtype)
 
-    return (backend.by_rows(formula, dy, x, axes=0),)
+    return backend.by_rows(formula, dy, x, axes=0)
 
 
-def logistic(xp: Any, x: Array) -> tuple[Array, Array]:
-    """Return σ(x) = 1 / (1 + exp(−x)) and its derivative, both to the last digits also where they are tiny."""
-    zero = xp.zeros_like(x)
-    # Of the two powers one is 1 and the other at most that: nothing overflows, nothing cancels.
-    up, down = xp.exp(xp.minimum(x, zero)), xp.exp(-xp.maximum(x, zero))
-    sigmoid = up / (up + down)
-    return sigmoid, sigmoid * (down / (up + down))
+class Silu:
+    """x · σ(x), whose derivative is σ(x) · (1 + x · (1 − σ(x)))."""
+
+    def __init__(self, xp: Any, x: Array) -> None:
+        self.x = x
+        self.root, self.rest, self.total = logistic(xp, x)
+
+    def decay(self) -> Array:
+        """Return √exp(x) for x < 0."""
+        return self.root
+
+    def value(self) -> Array:
+        """Return x · σ(x)."""
+        return self.factor() * self.root
+
+    def factor(self) -> Array:
+        """Return it divided by the decay."""
+        return self.x * self.root / self.total
+
+    def slope(self) -> Array:
+        """Return its derivative divided by the decay's square."""
+        return (1 + self.x * self.rest / self.total) / self.total
+
+
+def logistic(xp: Any, x: Array) -> tuple[Array, Array, Array]:
+    """Return ``decay, rest, total`` of σ(x) = decay² / total and 1 − σ(x) = rest / total, accurate where tiny too."""
+    top = 640 if dtype_name(x.dtype) == "float64" else 80  # its exponential is finite, and the square of that is not
+    root, one = xp.exp(xp.clip(x / 2, -FAR, top)), xp.ones_like(x)
+    decay, rest = xp.minimum(root, one), 1 / xp.maximum(root * root, one)
+    return decay, rest, decay * decay + rest  # one of the two terms is 1: nothing cancels
 
 
 _operation = Operation("silu", forward, backward)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
-from ._silu import logistic
+from ._range import choose
+from ._silu import Activation, Silu
 
 __all__ = ["SwigluGrads", "swiglu", "swiglu_backward", "swiglu_forward"]
 
@@ -21,26 +22,48 @@ class SwigluGrads(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return gate · σ(gate) · up."""
-    xp = backend.namespace()
-
-    def formula(gate: Array, up: Array) -> Array:
-        wide = widen(xp, gate)
-        sigmoid, _ = logistic(xp, wide)
-        return cast(xp, wide * sigmoid * widen(xp, up), gate.dtype)
-
-    return backend.by_rows(formula, gate, up, axes=0), (gate, up)
+    return gated_forward(backend, gate, up, Silu), (gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
-    xp, (gate, up) = backend.namespace(), saved
+    return gated_backward(backend, dy, *saved, Silu)
+
+
+def gated_forward(backend: Backend, gate: Array, up: Array, activation: type[Activation]) -> Array:
+    """Return up times an activation of the gate."""
+    xp = backend.namespace()
+
+    def formula(gate: Array, up: Array) -> Array:
+        f = activation(xp, widen(xp, gate))
+        return cast(xp, f.factor() * widen(xp, up) * f.decay(), gate.dtype)
+
+    return backend.by_rows(formula, gate, up, axes=0)
+
+
+def gated_backward(
+    backend: Backend, dy: Array, gate: Array, up: Array, activation: type[Activation]
+) -> tuple[Array, Array]:
+    """Return the gradients of the gate, and of what it gates."""
+    xp = backend.namespace()
 
     def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-        dy_, wide = widen(xp, dy), widen(xp, gate)
-        sigmoid, slope = logistic(xp, wide)
-        # y = gate · σ(gate) · up
-        dup = dy_ * (wide * sigmoid)
-        dgate = dy_ * widen(xp, up) * (sigmoid + wide * slope)
+        dy_, up_ = widen(xp, dy), widen(xp, up)
+        f = activation(xp, widen(xp, gate))
+        slope, d = f.slope(), f.decay()
+        # y = f(gate) · up
+        dup = dy_ * f.factor() * d
+        both = dy_ * up_
+
+        def scaled() -> Array:
+            # The factors d go to dy and up where dy · up overflows, else to dy · up.
+            one, over = xp.ones_like(d), xp.logical_not(xp.isfinite(both))
+            before, after = xp.where(over, d, one), xp.where(over, one, d)
+            return (
+                dy_ * before * xp.where(over, slope, one) * (up_ * before) * after * xp.where(over, one, slope) * after
+            )
+
+        dgate = choose(backend, both, lambda: xp.isfinite(xp.sum(both)), lambda: both * d * slope * d, scaled)
         return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
 
     dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)

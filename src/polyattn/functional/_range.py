@@ -1,0 +1,86 @@
+"""Scaling by powers of two, which keeps the sums and products of a formula inside the range of its dtype.
+
+A power of two loses no digit. Where the values can be looked at (:meth:`Backend.on_host`), the plain formula comes
+first, and the scaled one only where a cheap statistic of the plain one says that something left the range. Elsewhere,
+in a trace or on a device, looking would break the trace or wait for the device: the scaled formula is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..backend import Array, Backend, dtype_name
+
+COUNT = 7
+"""How many steps up and down the powers of :func:`half_power` have."""
+
+
+def step(x: Array) -> int:
+    """Return the binary orders of magnitude from one power to the next: an eighth of those above 1."""
+    return 128 if dtype_name(x.dtype) == "float64" else 16
+
+
+def low(x: Array) -> float:
+    """Return the number from which on squares, and what is 2⁻¹⁶ of them, are normal numbers."""
+    return 2.0 ** (-3 * step(x))
+
+
+def largest(xp: Any, x: Array, axes: tuple[int, ...]) -> Array:
+    """Return the largest magnitude along some axes, which are kept; 0 where there is nothing."""
+    size = xp.abs(x)
+    reduce = xp.sum if 0 in x.shape else xp.max
+    return reduce(size, axis=axes, keepdims=True)
+
+
+def half_power(backend: Backend, size: Array) -> Array:
+    """Return h, a power of two for each of (…, 1), so that size · h² lies between 2⁻¹⁶ and 2¹⁶ (float64: 2^∓128).
+
+    It is 1 where the size lies there itself. Subnormal sizes stay below. No derivative goes through h: it is made of
+    constants and comparisons.
+    """
+    xp, device = backend.namespace(), backend.native_device(backend.device_of(size))
+    exponents = [k * step(size) for k in range(-COUNT, COUNT + 1) if k]
+
+    def constant(values: list[float]) -> Array:
+        return xp.asarray(values, dtype=size.dtype, device=device)  # (14,)
+
+    half = 2.0 ** (step(size) // 2)
+    above = constant([1.0 if e < 0 else 1 / half for e in exponents])
+    below = constant([half if e < 0 else 1.0 for e in exponents])
+    factors = xp.where(xp.greater_equal(size, constant([2.0**e for e in exponents])), above, below)  # (…, 14)
+    return xp.prod(factors, axis=-1, keepdims=True)  # (…, 1)
+
+
+def times_square(xp: Any, x: Array, factor: Array) -> Array:
+    """Return x · factor², in an order in which nothing overflows on the way to a result that does not."""
+    bound = xp.full_like(factor, float(xp.finfo(factor.dtype).max))
+    factor = xp.minimum(factor, bound)  # an infinite factor would make NaN of x = 0
+    return x * factor * factor
+
+
+def choose(backend: Backend, x: Array, ordinary: Callable[[], Array], plain: Callable[[], Any], scaled: Any) -> Any:
+    """Return ``plain()`` where ``ordinary()`` holds everywhere, and ``scaled()`` elsewhere or where none can look."""
+    if not backend.on_host(x):
+        return scaled()
+    return backend.cond(backend.namespace().all(ordinary()), plain, scaled)
+
+
+def shrink(x: Array) -> float:
+    """Return a power of two that leaves room for products of any two numbers, and for sums of many of these."""
+    return 2.0 ** (-5 * step(x))
+
+
+def linear_in(backend: Backend, function: Callable[[Array], Array], x: Array, *, only_looking: bool = False) -> Array:
+    """Return ``function(x)``, which is linear; where a sum in it overflows, it is taken of a smaller x.
+
+    A trace computes both. With ``only_looking``, for a function that costs too much for that, it has the first alone.
+    """
+    xp, y = backend.namespace(), function(x)
+    if only_looking and not backend.on_host(y):
+        return y
+
+    def smaller() -> Array:
+        return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))
+
+    return choose(backend, y, lambda: xp.isfinite(xp.sum(y)), lambda: y, smaller)
