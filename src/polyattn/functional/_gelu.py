@@ -9,7 +9,7 @@ from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ._erfc import normal_tail
 from ._operation import Operation, expect_floating
-from ._silu import Activation, activation_backward, activation_forward, logistic
+from ._silu import Activation, activation_backward, activation_forward, exp_below_zero, logistic
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
@@ -38,7 +38,7 @@ class Gelu:
     """x · Φ(x), whose derivative is Φ(x) + x · Φ′(x)."""
 
     def __init__(self, xp: Any, x: Array) -> None:
-        self.x = x
+        self.xp, self.x = xp, x
         self.positive = xp.astype(xp.greater_equal(x, 0), x.dtype)  # a factor is faster than NumPy's where
         self.size = xp.clip(x * (2 * self.positive - 1), -FAR, FAR)  # |x|, of derivative 1 at 0
         self.tail = normal_tail(xp, self.size)  # Φ(−|x|) / exp(−x² / 2)
@@ -47,6 +47,10 @@ class Gelu:
     def decay(self) -> Array:
         """Return the root for x < 0."""
         return self.positive + (1 - self.positive) * self.root
+
+    def decay_root(self) -> Array:
+        """Return its root."""
+        return self.positive + (1 - self.positive) * self.xp.exp(self.size * self.size * -0.125)
 
     def value(self) -> Array:
         """Return max(x, 0) − |x| · Φ(−|x|)."""
@@ -67,13 +71,17 @@ class GeluTanh:
     """x · (1 + tanh(u)) / 2 = x · σ(2u), u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) cancels where x < 0."""
 
     def __init__(self, xp: Any, x: Array) -> None:
-        self.x, self.near = x, xp.clip(x, -FAR, FAR)  # its cube stays finite
+        self.xp, self.x, self.near = xp, x, xp.clip(x, -FAR, FAR)  # its cube stays finite
         self.cubic = self.near * self.near * (2 * ROOT * CUBIC)
         self.root, self.rest, self.total = logistic(xp, self.near * (self.cubic + 2 * ROOT))
 
     def decay(self) -> Array:
         """Return √exp(2u) for x < 0."""
         return self.root
+
+    def decay_root(self) -> Array:
+        """Return its root."""
+        return exp_below_zero(self.xp, self.near * (self.cubic + 2 * ROOT) / 4)
 
     def value(self) -> Array:
         """Return x · σ(2u)."""

@@ -28,29 +28,45 @@ def normalised(
     """Return x̂ = c / root and root = √(mean(c²) + eps) of c = ``centred(x)``."""
     xp, (_, last, n) = backend.namespace(), trailing(x, axes)
 
-    def divided(x: Array, eps: float | Array) -> tuple[Array, Array]:
+    def with_root(x: Array, eps: float | Array) -> tuple[Array, Array]:
         c = centred(x)
-        root = xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + eps)  # (…, 1)
-        return c / root, root
+        return c, xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + eps)  # (…, 1)
 
     def scaled() -> tuple[Array, Array]:
         size = largest(xp, x, last)
         least = xp.full_like(size, math.sqrt(eps))
         half = half_power(backend, xp.maximum(size, least))
         scale = half * half
-        xhat, root = divided(x * scale, (least * scale) * (least * scale))
-        bound = xp.full_like(root, float(xp.finfo(root.dtype).max))  # a root of equal numbers may be rounded up
-        return xhat, xp.minimum(root / scale, bound)
+        c, root = with_root(x * scale, (least * scale) * (least * scale))
+        limits = xp.finfo(root.dtype)
+        # Where c is 0, eps alone keeps the root from it, and in these units eps may vanish.
+        xhat = c / (xp.maximum(root, xp.full_like(root, float(limits.smallest_normal))) if eps > 0 else root)
+        # A root of equal numbers may be rounded up.
+        bound = xp.full_like(root, float(limits.max))
+        return xhat, xp.minimum(xp.maximum(root / scale, least), bound)
 
     def ordinary() -> Array:
-        root = plain[1]
         finite = xp.isfinite(root)
         return finite if eps >= low(x) ** 2 else xp.logical_and(finite, xp.greater_equal(root, low(x)))
 
     if not backend.on_host(x):
         return scaled()
-    plain = divided(x, eps)
-    return choose(backend, x, ordinary, lambda: plain, scaled)  # type: ignore[no-any-return]  # either is a pair
+    c, root = with_root(x, eps)
+    return choose(backend, x, ordinary, lambda: (c / root, root), scaled)  # type: ignore[no-any-return]  # either is a pair
+
+
+def quotient(backend: Backend, x: Array, root: Array) -> Array:
+    """Return x / root, also where a library makes of it x · (1 / root), and 1 / root is too small for it."""
+    xp = backend.namespace()
+
+    def ordinary() -> Array:
+        return xp.logical_and(xp.greater_equal(root, low(root)), xp.less_equal(root, 1 / low(root)))
+
+    def scaled() -> Array:
+        half = half_power(backend, root)
+        return (x * (half * half)) / (root * (half * half))
+
+    return choose(backend, x, ordinary, lambda: x / root, scaled)
 
 
 def pulled(
@@ -81,7 +97,8 @@ def pulled(
         size = functools.reduce(xp.add, map(xp.abs, found))
         # Zero is no product that vanished, or one that the root does not bring back.
         enough = xp.logical_or(xp.greater_equal(size, low(dy) ** 2), xp.equal(size, 0))
-        return xp.logical_and(xp.isfinite(size), xp.logical_and(enough, xp.greater_equal(root, 2.0**-16)))
+        usual = xp.logical_and(xp.greater_equal(root, 2.0**-16), xp.less_equal(root, 2.0**48))
+        return xp.logical_and(xp.isfinite(size), xp.logical_and(enough, usual))
 
     return choose(backend, dy, ordinary, lambda: projected(dxhat, *found) / root, scaled)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import checked_norm, normalised, pulled, trailing
+from ._norms import checked_norm, normalised, pulled, quotient, trailing
 from ._operation import Operation
 from ._range import linear_in
 
@@ -45,11 +45,13 @@ def backward(
     # y = x̂ · weight
     dweight = None
     if weight is not None:
-        dweight = linear_in(backend, lambda dy: xp.sum(dy * (widen(xp, x) / root), axis=rows), widen(xp, dy))
+        dweight = linear_in(
+            backend, lambda dy: xp.sum(dy * quotient(backend, widen(xp, x), root), axis=rows), widen(xp, dy)
+        )
         dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
     def formula(dy: Array, x: Array, root: Array) -> Array:
-        xhat, (_, last, n) = widen(xp, x) / root, trailing(dy, axes)
+        xhat, (_, last, n) = quotient(backend, widen(xp, x), root), trailing(dy, axes)
 
         # x̂ = x / root(x)
         def means(dxhat: Array) -> tuple[Array, ...]:

@@ -42,6 +42,9 @@ class Activation(Protocol):
     def decay(self) -> Array:
         """Return the root of what f falls like below 0; 1 for x ≥ 0."""
 
+    def decay_root(self) -> Array:
+        """Return √decay, which is in range where the decay is not."""
+
     def value(self) -> Array:
         """Return f(x)."""
 
@@ -78,12 +81,16 @@ class Silu:
     """x · σ(x), whose derivative is σ(x) · (1 + x · (1 − σ(x)))."""
 
     def __init__(self, xp: Any, x: Array) -> None:
-        self.x = x
+        self.xp, self.x = xp, x
         self.root, self.rest, self.total = logistic(xp, x)
 
     def decay(self) -> Array:
         """Return √exp(x) for x < 0."""
         return self.root
+
+    def decay_root(self) -> Array:
+        """Return its root."""
+        return exp_below_zero(self.xp, self.x / 4)
 
     def value(self) -> Array:
         """Return x · σ(x)."""
@@ -96,6 +103,11 @@ class Silu:
     def slope(self) -> Array:
         """Return its derivative divided by the decay's square."""
         return (1 + self.x * self.rest / self.total) / self.total
+
+
+def exp_below_zero(xp: Any, x: Array) -> Array:
+    """Return exp(x) for x < 0, else 1."""
+    return xp.exp(xp.clip(x, -FAR, 0))
 
 
 def logistic(xp: Any, x: Array) -> tuple[Array, Array, Array]:

@@ -56,12 +56,11 @@ def gated_backward(
         both = dy_ * up_
 
         def scaled() -> Array:
-            # The factors d go to dy and up where dy · up overflows, else to dy · up.
+            # Where dy · up overflows, the factors that are small go to dy and up, else to dy · up.
             one, over = xp.ones_like(d), xp.logical_not(xp.isfinite(both))
-            before, after = xp.where(over, d, one), xp.where(over, one, d)
-            return (
-                dy_ * before * xp.where(over, slope, one) * (up_ * before) * after * xp.where(over, one, slope) * after
-            )
+            early, late = xp.where(over, f.decay_root(), one), xp.where(over, one, d)
+            product = dy_ * early * early * xp.where(over, slope, one) * (up_ * early * early)
+            return product * late * xp.where(over, one, slope) * late
 
         dgate = choose(backend, both, lambda: xp.isfinite(xp.sum(both)), lambda: both * d * slope * d, scaled)
         return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
