@@ -46,11 +46,11 @@ class Gelu:
 
     def decay(self) -> Array:
         """Return the root for x < 0."""
-        return self.positive + (1 - self.positive) * self.root
+        return self.xp.maximum(self.root, self.positive)
 
     def decay_root(self) -> Array:
         """Return its root."""
-        return self.positive + (1 - self.positive) * self.xp.exp(self.size * self.size * -0.125)
+        return self.xp.maximum(self.xp.exp(self.size * self.size * -0.125), self.positive)
 
     def value(self) -> Array:
         """Return max(x, 0) − |x| · Φ(−|x|)."""
@@ -59,7 +59,7 @@ class Gelu:
     def factor(self) -> Array:
         """Return it divided by the decay."""
         part = self.size * self.tail * self.root
-        return self.positive * self.x - part * (1 - self.positive + self.positive * self.root)
+        return self.positive * self.x - part * self.xp.maximum(self.root, 1 - self.positive)
 
     def slope(self) -> Array:
         """Return the derivative divided by the decay's square."""

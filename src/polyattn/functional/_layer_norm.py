@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import checked_norm, normalised, pulled, trailing
+from ._norms import by_rows, checked_norm, normalised, pulled, trailing, usual_means, usual_root
 from ._operation import Operation
 from ._range import linear_in
 
@@ -27,7 +27,7 @@ def forward(
     """Return x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), all in float32 at least."""
     xp = backend.namespace()
 
-    def formula(x: Array) -> tuple[Array, Array, Array]:
+    def formula(x: Array, *, scaled: bool) -> tuple[Array, Array, Array]:
         wide, (_, last, n) = widen(xp, x), trailing(x, axes)
 
         def centred(x: Array) -> Array:
@@ -36,7 +36,7 @@ def forward(
                 x = x - xp.sum(x, axis=last, keepdims=True) / n
             return x
 
-        xhat, root = normalised(backend, wide, centred, eps, axes)
+        xhat, root = normalised(backend, wide, centred, eps, axes, scaled=scaled)
         y = xhat
         if weight is not None:
             y = y * widen(xp, weight)
@@ -44,7 +44,10 @@ def forward(
             y = y + widen(xp, bias)
         return cast(xp, y, x.dtype), xhat, root
 
-    y, xhat, root = backend.by_rows(formula, x, axes=axes)
+    def ordinary(y: Array, xhat: Array, root: Array) -> Array:
+        return usual_root(xp, root, eps)
+
+    y, xhat, root = by_rows(backend, formula, ordinary, x, axes=axes)
     return y, (xhat, root, weight, bias)
 
 
@@ -62,7 +65,7 @@ def backward(
         dweight = linear_in(backend, lambda dy: xp.sum(dy * xhat, axis=rows), dy_)
         dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
-    def formula(dy: Array, xhat: Array, root: Array) -> Array:
+    def formula(dy: Array, xhat: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
         _, last, n = trailing(dy, axes)
 
         # x̂ = (x − mean(x)) / root(x)
@@ -73,9 +76,10 @@ def backward(
         def projected(dxhat: Array, along: Array, mean: Array) -> Array:
             return dxhat - mean - xhat * along
 
-        return cast(xp, pulled(backend, dy, root, weight, means, projected, axes), dy.dtype)
+        return pulled(backend, dy, root, weight, means, projected, axes, scaled=scaled)
 
-    return backend.by_rows(formula, dy, xhat, root, axes=axes), dweight, dbias
+    dx, _ = by_rows(backend, formula, lambda dx, size: usual_means(xp, size, root), dy, xhat, root, axes=axes)
+    return dx, dweight, dbias
 
 
 _operation = Operation("layer_norm", forward, backward)

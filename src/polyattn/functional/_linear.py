@@ -69,7 +69,7 @@ def _product(backend: Backend, a: Array, b: Array, shift: Array | None = None) -
         product = xp.matmul(a * less, b * less) / less
         return xp.where(xp.isfinite(y), y, (product if shift is None else product + shift * less) / less)
 
-    return choose(backend, y, lambda: xp.isfinite(xp.sum(y)), lambda: y, smaller)
+    return choose(backend, y, lambda: y, lambda y: xp.isfinite(xp.sum(y)), smaller)
 
 
 def _rows(xp: Any, x: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
-from ..kernels import widen
+from ..kernels import cast, widen
 from ._operation import expect_one_dtype, expect_rank, expect_shape, is_number, shown
 from ._range import choose, half_power, largest, low, times_square
 
@@ -22,8 +22,19 @@ def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int
     return tuple(range(lead)), tuple(range(lead, x.ndim)), max(math.prod(x.shape[lead:]), 1)
 
 
+def by_rows(
+    backend: Backend, formula: Callable[..., Any], ordinary: Callable[..., Array], *arrays: Array, axes: int
+) -> Any:
+    """Return the results of a formula by rows; of the scaled one unless ``ordinary`` of the results holds."""
+
+    def of(scaled: bool) -> Any:
+        return backend.by_rows(functools.partial(formula, scaled=scaled), *arrays, axes=axes)
+
+    return choose(backend, arrays[0], lambda: of(False), lambda results: ordinary(*results), lambda: of(True))
+
+
 def normalised(
-    backend: Backend, x: Array, centred: Callable[[Array], Array], eps: float, axes: int
+    backend: Backend, x: Array, centred: Callable[[Array], Array], eps: float, axes: int, *, scaled: bool
 ) -> tuple[Array, Array]:
     """Return x̂ = c / root and root = √(mean(c²) + eps) of c = ``centred(x)``."""
     xp, (_, last, n) = backend.namespace(), trailing(x, axes)
@@ -32,75 +43,68 @@ def normalised(
         c = centred(x)
         return c, xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + eps)  # (…, 1)
 
-    def scaled() -> tuple[Array, Array]:
-        size = largest(xp, x, last)
-        least = xp.full_like(size, math.sqrt(eps))
-        half = half_power(backend, xp.maximum(size, least))
-        scale = half * half
-        c, root = with_root(x * scale, (least * scale) * (least * scale))
-        limits = xp.finfo(root.dtype)
-        # Where c is 0, eps alone keeps the root from it, and in these units eps may vanish.
-        xhat = c / (xp.maximum(root, xp.full_like(root, float(limits.smallest_normal))) if eps > 0 else root)
-        # A root of equal numbers may be rounded up.
-        bound = xp.full_like(root, float(limits.max))
-        return xhat, xp.minimum(xp.maximum(root / scale, least), bound)
-
-    def ordinary() -> Array:
-        finite = xp.isfinite(root)
-        return finite if eps >= low(x) ** 2 else xp.logical_and(finite, xp.greater_equal(root, low(x)))
-
-    if not backend.on_host(x):
-        return scaled()
-    c, root = with_root(x, eps)
-    return choose(backend, x, ordinary, lambda: (c / root, root), scaled)  # type: ignore[no-any-return]  # either is a pair
+    if not scaled:
+        c, root = with_root(x, eps)
+        return c / root, root
+    size = largest(xp, x, last)
+    least = xp.full_like(size, math.sqrt(eps))
+    half = half_power(backend, xp.maximum(size, least))
+    scale = half * half
+    c, root = with_root(x * scale, (least * scale) * (least * scale))
+    limits = xp.finfo(root.dtype)
+    # Where c is 0, eps alone keeps the root from it, and in these units eps may vanish.
+    xhat = c / (xp.maximum(root, xp.full_like(root, float(limits.smallest_normal))) if eps > 0 else root)
+    # A root of equal numbers may be rounded up.
+    bound = xp.full_like(root, float(limits.max))
+    return xhat, xp.minimum(xp.maximum(root / scale, least), bound)
 
 
-def quotient(backend: Backend, x: Array, root: Array) -> Array:
-    """Return x / root, also where a library makes of it x · (1 / root), and 1 / root is too small for it."""
-    xp = backend.namespace()
+def usual_root(xp: Any, root: Array, eps: float) -> Array:
+    """Say where no square in a root √(mean(c²) + eps) has overflowed or vanished."""
+    below = xp.less_equal(root, 1 / low(root))
+    return below if eps >= low(root) ** 2 else xp.logical_and(below, xp.greater_equal(root, low(root)))
 
-    def ordinary() -> Array:
-        return xp.logical_and(xp.greater_equal(root, low(root)), xp.less_equal(root, 1 / low(root)))
 
-    def scaled() -> Array:
-        half = half_power(backend, root)
-        return (x * (half * half)) / (root * (half * half))
-
-    return choose(backend, x, ordinary, lambda: x / root, scaled)
+def quotient(backend: Backend, x: Array, root: Array, *, scaled: bool) -> Array:
+    """Return x / root; ``scaled`` if a library may make of it x · (1 / root) where 1 / root is too small for it."""
+    if not scaled:
+        return x / root
+    half = half_power(backend, root)
+    return (x * (half * half)) / (root * (half * half))
 
 
 def pulled(
     backend: Backend, dy: Array, root: Array, weight: Array | None, means: Callable[[Array], tuple[Array, ...]],
-    projected: Callable[..., Array], axes: int,
-) -> Array:  # fmt: skip
-    """Return ``projected(dx̂, *means(dx̂)) / root`` with dx̂ = dy · weight."""
+    projected: Callable[..., Array], axes: int, *, scaled: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return ``projected(dx̂, *means(dx̂)) / root`` with dx̂ = dy · weight, and the sum of the means' magnitudes."""
     xp, (_, last, _) = backend.namespace(), trailing(dy, axes)
-    dy = widen(xp, dy)
-    gain = None if weight is None else widen(xp, weight)
-
-    def scaled() -> Array:
-        half, of_root, factor = half_power(backend, largest(xp, dy, last)), half_power(backend, root), None
-        dxhat = dy * (half * half)
-        factor = of_root / half
+    dxhat, gain = widen(xp, dy), None if weight is None else widen(xp, weight)
+    if scaled:
+        half, of_root = half_power(backend, largest(xp, dxhat, last)), half_power(backend, root)
+        dxhat, root, factor = dxhat * (half * half), root * (of_root * of_root), of_root / half
         if gain is not None:
             of_gain = half_power(backend, largest(xp, gain, tuple(range(gain.ndim))))
-            dxhat, factor = dxhat * (gain * (of_gain * of_gain)), factor / of_gain
-        dx = projected(dxhat, *means(dxhat)) / (root * (of_root * of_root))
-        return times_square(xp, dx, factor)
-
-    if not backend.on_host(dy):
-        return scaled()
-    dxhat = dy if gain is None else dy * gain
+            gain, factor = gain * (of_gain * of_gain), factor / of_gain
+    if gain is not None:
+        dxhat = dxhat * gain
     found = means(dxhat)
+    dx = projected(dxhat, *found) / root
+    size = functools.reduce(xp.add, map(xp.abs, found))
+    return cast(xp, times_square(xp, dx, factor) if scaled else dx, dy.dtype), size
 
-    def ordinary() -> Array:
-        size = functools.reduce(xp.add, map(xp.abs, found))
-        # Zero is no product that vanished, or one that the root does not bring back.
-        enough = xp.logical_or(xp.greater_equal(size, low(dy) ** 2), xp.equal(size, 0))
-        usual = xp.logical_and(xp.greater_equal(root, 2.0**-16), xp.less_equal(root, 2.0**48))
-        return xp.logical_and(xp.isfinite(size), xp.logical_and(enough, usual))
 
-    return choose(backend, dy, ordinary, lambda: projected(dxhat, *found) / root, scaled)
+def usual_means(xp: Any, size: Array, root: Array) -> Array:
+    """Say where no product in a gradient has overflowed, or has vanished and would come back divided by the root."""
+    # Zero is no product that vanished, or one that the root does not bring back.
+    enough = xp.logical_or(xp.greater_equal(size, low(size) ** 2), xp.equal(size, 0))
+    below = xp.less_equal(size, low(size) ** -2)
+    return xp.logical_and(below, xp.logical_and(enough, moderate(xp, root)))
+
+
+def moderate(xp: Any, root: Array) -> Array:
+    """Say where a root magnifies nothing that has vanished, and its inverse is a number as well."""
+    return xp.logical_and(xp.greater_equal(root, 2.0**-16), xp.less_equal(root, 2.0**48))
 
 
 def checked_norm(

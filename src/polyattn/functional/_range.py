@@ -22,7 +22,7 @@ def step(x: Array) -> int:
 
 
 def low(x: Array) -> float:
-    """Return the number from which on squares, and what is 2⁻¹⁶ of them, are normal numbers."""
+    """Return a number whose square is a normal one by far, and so is that of its inverse."""
     return 2.0 ** (-3 * step(x))
 
 
@@ -59,11 +59,14 @@ def times_square(xp: Any, x: Array, factor: Array) -> Array:
     return x * factor * factor
 
 
-def choose(backend: Backend, x: Array, ordinary: Callable[[], Array], plain: Callable[[], Any], scaled: Any) -> Any:
-    """Return ``plain()`` where ``ordinary()`` holds everywhere, and ``scaled()`` elsewhere or where none can look."""
+def choose(
+    backend: Backend, x: Array, plain: Callable[[], Any], ordinary: Callable[[Any], Array], scaled: Callable[[], Any]
+) -> Any:
+    """Return ``plain()`` if ``ordinary`` of it holds everywhere, else ``scaled()``; the latter where none can look."""
     if not backend.on_host(x):
         return scaled()
-    return backend.cond(backend.namespace().all(ordinary()), plain, scaled)
+    result = plain()
+    return backend.cond(backend.namespace().all(ordinary(result)), lambda: result, scaled)
 
 
 def shrink(x: Array) -> float:
@@ -83,4 +86,4 @@ def linear_in(backend: Backend, function: Callable[[Array], Array], x: Array, *,
     def smaller() -> Array:
         return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))
 
-    return choose(backend, y, lambda: xp.isfinite(xp.sum(y)), lambda: y, smaller)
+    return choose(backend, y, lambda: y, lambda y: xp.isfinite(xp.sum(y)), smaller)

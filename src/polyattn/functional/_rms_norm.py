@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import checked_norm, normalised, pulled, quotient, trailing
+from ._norms import by_rows, checked_norm, moderate, normalised, pulled, quotient, trailing, usual_means, usual_root
 from ._operation import Operation
-from ._range import linear_in
+from ._range import choose, linear_in
 
 __all__ = ["RMSNormGrads", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
 
@@ -26,13 +26,13 @@ def forward(
     """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
     xp = backend.namespace()
 
-    def formula(x: Array) -> tuple[Array, Array]:
-        y, root = normalised(backend, widen(xp, x), lambda x: x, eps, axes)
+    def formula(x: Array, *, scaled: bool) -> tuple[Array, Array]:
+        y, root = normalised(backend, widen(xp, x), lambda x: x, eps, axes, scaled=scaled)
         if weight is not None:
             y = y * widen(xp, weight)
         return cast(xp, y, x.dtype), root
 
-    y, root = backend.by_rows(formula, x, axes=axes)
+    y, root = by_rows(backend, formula, lambda y, root: usual_root(xp, root, eps), x, axes=axes)
     return y, (x, root, weight)
 
 
@@ -45,13 +45,18 @@ def backward(
     # y = x̂ · weight
     dweight = None
     if weight is not None:
-        dweight = linear_in(
-            backend, lambda dy: xp.sum(dy * quotient(backend, widen(xp, x), root), axis=rows), widen(xp, dy)
-        )
-        dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
-    def formula(dy: Array, x: Array, root: Array) -> Array:
-        xhat, (_, last, n) = quotient(backend, widen(xp, x), root), trailing(dy, axes)
+        def gain(dy: Array) -> Array:
+            xhat = choose(
+                backend, root, lambda: widen(xp, x) / root, lambda _: moderate(xp, root),
+                lambda: quotient(backend, widen(xp, x), root, scaled=True),
+            )  # fmt: skip
+            return xp.sum(dy * xhat, axis=rows)
+
+        dweight = cast(xp, linear_in(backend, gain, widen(xp, dy)), weight.dtype)  # (*features)
+
+    def formula(dy: Array, x: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
+        xhat, (_, last, n) = quotient(backend, widen(xp, x), root, scaled=scaled), trailing(dy, axes)
 
         # x̂ = x / root(x)
         def means(dxhat: Array) -> tuple[Array, ...]:
@@ -60,9 +65,10 @@ def backward(
         def projected(dxhat: Array, along: Array) -> Array:
             return dxhat - xhat * along
 
-        return cast(xp, pulled(backend, dy, root, weight, means, projected, axes), dy.dtype)
+        return pulled(backend, dy, root, weight, means, projected, axes, scaled=scaled)
 
-    return backend.by_rows(formula, dy, x, root, axes=axes), dweight
+    dx, _ = by_rows(backend, formula, lambda dx, size: usual_means(xp, size, root), dy, x, root, axes=axes)
+    return dx, dweight
 
 
 _operation = Operation("rms_norm", forward, backward)

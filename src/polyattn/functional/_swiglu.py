@@ -62,7 +62,7 @@ def gated_backward(
             product = dy_ * early * early * xp.where(over, slope, one) * (up_ * early * early)
             return product * late * xp.where(over, one, slope) * late
 
-        dgate = choose(backend, both, lambda: xp.isfinite(xp.sum(both)), lambda: both * d * slope * d, scaled)
+        dgate = choose(backend, both, lambda: both * d * slope * d, lambda dgate: xp.isfinite(xp.sum(dgate)), scaled)
         return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
 
     dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
