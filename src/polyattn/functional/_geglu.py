@@ -7,7 +7,8 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ._gelu import GELU, checked_approximate
 from ._operation import Operation
-from ._swiglu import checked_pair, gated_backward, gated_forward
+from ._silu import activation_forward
+from ._swiglu import checked_pair, gated_backward
 
 __all__ = ["GegluGrads", "geglu", "geglu_backward", "geglu_forward"]
 
@@ -21,7 +22,7 @@ class GegluGrads(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, tuple[Array, Array]]:
     """Return gate · Φ(gate) · up."""
-    return gated_forward(backend, gate, up, GELU[approximate]), (gate, up)
+    return activation_forward(backend, GELU[approximate], gate, up), (gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approximate: str) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ._erfc import normal_tail
 from ._operation import Operation, expect_floating
-from ._silu import Activation, activation_backward, activation_forward, exp_below_zero, logistic
+from ._silu import Activation, activation_backward, activation_forward, exp_below_zero, logistic, logistic_product
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
@@ -26,7 +26,7 @@ class GeluGrads(NamedTuple):
 
 def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tuple[Array]]:
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
-    return activation_forward(backend, x, GELU[approximate]), (x,)
+    return activation_forward(backend, GELU[approximate], x), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
@@ -52,12 +52,16 @@ class Gelu:
         """Return its root."""
         return self.xp.maximum(self.xp.exp(self.size * self.size * -0.125), self.positive)
 
-    def value(self) -> Array:
-        """Return max(x, 0) − |x| · Φ(−|x|)."""
-        return self.positive * self.x - self.size * self.tail * self.root * self.root
+    @classmethod
+    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
+        """Return max(x, 0) − |x| · Φ(−|x|), times up."""
+        f = cls(backend.namespace(), x)
+        if up is None:
+            return f.positive * f.x - f.size * f.tail * f.root * f.root
+        return f.factor() * up * f.decay()
 
     def factor(self) -> Array:
-        """Return it divided by the decay."""
+        """Return x · Φ(x) divided by the decay."""
         part = self.size * self.tail * self.root
         return self.positive * self.x - part * self.xp.maximum(self.root, 1 - self.positive)
 
@@ -73,7 +77,8 @@ class GeluTanh:
     def __init__(self, xp: Any, x: Array) -> None:
         self.xp, self.x, self.near = xp, x, xp.clip(x, -FAR, FAR)  # its cube stays finite
         self.cubic = self.near * self.near * (2 * ROOT * CUBIC)
-        self.root, self.rest, self.total = logistic(xp, self.near * (self.cubic + 2 * ROOT))
+        self.twice = self.near * (self.cubic + 2 * ROOT)  # 2u
+        self.root, self.rest, self.total = logistic(xp, self.twice)
 
     def decay(self) -> Array:
         """Return √exp(2u) for x < 0."""
@@ -81,14 +86,16 @@ class GeluTanh:
 
     def decay_root(self) -> Array:
         """Return its root."""
-        return exp_below_zero(self.xp, self.near * (self.cubic + 2 * ROOT) / 4)
+        return exp_below_zero(self.xp, self.twice / 4)
 
-    def value(self) -> Array:
-        """Return x · σ(2u)."""
-        return self.factor() * self.root
+    @classmethod
+    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
+        """Return x · σ(2u) · up."""
+        xp = backend.namespace()
+        return logistic_product(backend, x, lambda: x * (x * x * (2 * ROOT * CUBIC) + 2 * ROOT), lambda: cls(xp, x), up)
 
     def factor(self) -> Array:
-        """Return it divided by the decay."""
+        """Return x · σ(2u) divided by the decay."""
         return self.x * self.root / self.total
 
     def slope(self) -> Array:

@@ -12,7 +12,7 @@ from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
 from ..kernels import cast, widen
 from ._operation import expect_one_dtype, expect_rank, expect_shape, is_number, shown
-from ._range import choose, half_power, largest, low, times_square
+from ._range import choose, half_power, largest, low, product
 
 
 def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -86,12 +86,13 @@ def pulled(
         if gain is not None:
             of_gain = half_power(backend, largest(xp, gain, tuple(range(gain.ndim))))
             gain, factor = gain * (of_gain * of_gain), factor / of_gain
+        factor = xp.minimum(factor, xp.full_like(factor, float(xp.finfo(factor.dtype).max)))  # ∞ · 0 is NaN
     if gain is not None:
         dxhat = dxhat * gain
     found = means(dxhat)
     dx = projected(dxhat, *found) / root
     size = functools.reduce(xp.add, map(xp.abs, found))
-    return cast(xp, times_square(xp, dx, factor) if scaled else dx, dy.dtype), size
+    return cast(xp, product(xp, factor, factor, dx) if scaled else dx, dy.dtype), size
 
 
 def usual_means(xp: Any, size: Array, root: Array) -> Array:

@@ -12,6 +12,9 @@ from typing import Any
 
 from ..backend import Array, Backend, dtype_name
 
+LARGEST_UNIT = {"float32": 2.0**126, "float64": 2.0**1022}
+"""The largest power of two whose reciprocal is a normal number: some libraries divide by multiplying with that."""
+
 COUNT = 7
 """How many steps up and down the powers of :func:`half_power` have."""
 
@@ -52,11 +55,22 @@ def half_power(backend: Backend, size: Array) -> Array:
     return xp.prod(factors, axis=-1, keepdims=True)  # (…, 1)
 
 
-def times_square(xp: Any, x: Array, factor: Array) -> Array:
-    """Return x · factor², in an order in which nothing overflows on the way to a result that does not."""
-    bound = xp.full_like(factor, float(xp.finfo(factor.dtype).max))
-    factor = xp.minimum(factor, bound)  # an infinite factor would make NaN of x = 0
-    return x * factor * factor
+def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
+    """Return ``a · b · x``, linear in ``x``; no intermediate result overflows or underflows unless the product does.
+
+    If one of |a| and |b| is below 1 and the other is not, a · b lies between them and comes first. If both are below 1,
+    a · x underflows only if a · x · b does; if neither is, a · x overflows only if a · x · b does.
+    """
+    alike = xp.equal(xp.greater_equal(xp.abs(a), xp.ones_like(a)), xp.greater_equal(xp.abs(b), xp.ones_like(b)))
+    first, last = xp.where(alike, a, xp.multiply(a, b)), xp.where(alike, b, xp.ones_like(b))
+    return xp.multiply(xp.multiply(first, x), last)
+
+
+def unit_of(xp: Any, peak: Array) -> Array:
+    """Return what to divide numbers by so that the largest magnitude, ``peak``, becomes 1 to 4; 1 for 0, ∞, NaN."""
+    usable = xp.logical_and(xp.greater(peak, xp.zeros_like(peak)), xp.isfinite(peak))
+    largest = xp.full_like(peak, LARGEST_UNIT[dtype_name(peak.dtype)])
+    return xp.where(usable, xp.minimum(peak, largest), xp.ones_like(peak))
 
 
 def choose(

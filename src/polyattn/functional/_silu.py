@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ..backend import Array, Backend, Cache, dtype_name
 from ..kernels import cast, widen
 from ._operation import Operation, expect_floating
+from ._range import choose
 
 __all__ = ["SiluGrads", "silu", "silu_backward", "silu_forward"]
 
@@ -22,7 +24,7 @@ class SiluGrads(NamedTuple):
 
 def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
     """Return x · σ(x)."""
-    return activation_forward(backend, x, Silu), (x,)
+    return activation_forward(backend, Silu, x), (x,)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
@@ -45,8 +47,9 @@ class Activation(Protocol):
     def decay_root(self) -> Array:
         """Return √decay, which is in range where the decay is not."""
 
-    def value(self) -> Array:
-        """Return f(x)."""
+    @classmethod
+    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
+        """Return f(x) · up, or f(x)."""
 
     def factor(self) -> Array:
         """Return f(x) / decay."""
@@ -55,14 +58,15 @@ class Activation(Protocol):
         """Return f′(x) / decay²."""
 
 
-def activation_forward(backend: Backend, x: Array, activation: type[Activation]) -> Array:
-    """Return f(x)."""
+def activation_forward(backend: Backend, activation: type[Activation], x: Array, up: Array | None = None) -> Array:
+    """Return f(x), or f(x) · up."""
     xp = backend.namespace()
 
-    def formula(x: Array) -> Array:
-        return cast(xp, activation(xp, widen(xp, x)).value(), x.dtype)
+    def formula(x: Array, *up: Array) -> Array:
+        wide = (widen(xp, array) for array in up)
+        return cast(xp, activation.product(backend, widen(xp, x), next(wide, None)), x.dtype)
 
-    return backend.by_rows(formula, x, axes=0)
+    return backend.by_rows(formula, x, *(() if up is None else (up,)), axes=0)
 
 
 def activation_backward(backend: Backend, dy: Array, x: Array, activation: type[Activation]) -> Array:
@@ -92,12 +96,13 @@ class Silu:
         """Return its root."""
         return exp_below_zero(self.xp, self.x / 4)
 
-    def value(self) -> Array:
-        """Return x · σ(x)."""
-        return self.factor() * self.root
+    @classmethod
+    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
+        """Return x · σ(x) · up."""
+        return logistic_product(backend, x, lambda: x, lambda: cls(backend.namespace(), x), up)
 
     def factor(self) -> Array:
-        """Return it divided by the decay."""
+        """Return x · σ(x) divided by the decay."""
         return self.x * self.root / self.total
 
     def slope(self) -> Array:
@@ -108,6 +113,25 @@ class Silu:
 def exp_below_zero(xp: Any, x: Array) -> Array:
     """Return exp(x) for x < 0, else 1."""
     return xp.exp(xp.clip(x, -FAR, 0))
+
+
+def logistic_product(
+    backend: Backend, x: Array, of_x: Callable[[], Array], activation: Callable[[], Activation], up: Array | None
+) -> Array:
+    """Return x · σ(of_x) · up, which is the product of an activation, by a shorter formula where that is enough."""
+    xp = backend.namespace()
+
+    def plain() -> tuple[Array, Array]:
+        power = xp.exp(-of_x())
+        y = x / (1 + power)
+        return (y if up is None else y * up), power
+
+    def scaled() -> tuple[Array, Array]:
+        f = activation()
+        y, decay = f.factor(), f.decay()
+        return (y if up is None else y * up) * decay, decay
+
+    return choose(backend, x, plain, lambda result: xp.isfinite(xp.sum(result[1])), scaled)[0]
 
 
 def logistic(xp: Any, x: Array) -> tuple[Array, Array, Array]:

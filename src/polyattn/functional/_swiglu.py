@@ -8,7 +8,7 @@ from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
 from ._range import choose
-from ._silu import Activation, Silu
+from ._silu import Activation, Silu, activation_forward
 
 __all__ = ["SwigluGrads", "swiglu", "swiglu_backward", "swiglu_forward"]
 
@@ -22,23 +22,12 @@ class SwigluGrads(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return gate · σ(gate) · up."""
-    return gated_forward(backend, gate, up, Silu), (gate, up)
+    return activation_forward(backend, Silu, gate, up), (gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
     return gated_backward(backend, dy, *saved, Silu)
-
-
-def gated_forward(backend: Backend, gate: Array, up: Array, activation: type[Activation]) -> Array:
-    """Return up times an activation of the gate."""
-    xp = backend.namespace()
-
-    def formula(gate: Array, up: Array) -> Array:
-        f = activation(xp, widen(xp, gate))
-        return cast(xp, f.factor() * widen(xp, up) * f.decay(), gate.dtype)
-
-    return backend.by_rows(formula, gate, up, axes=0)
 
 
 def gated_backward(
