@@ -7,6 +7,7 @@ in a trace or on a device, looking would break the trace or wait for the device:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ LARGEST_UNIT = {"float32": 2.0**126, "float64": 2.0**1022}
 """The largest power of two whose reciprocal is a normal number: some libraries divide by multiplying with that."""
 
 COUNT = 7
-"""How many steps up and down the powers of :func:`half_power` have."""
+"""How many powers :func:`half_power` has above 1, and how many below."""
 
 
 def step(x: Array) -> int:
@@ -40,19 +41,14 @@ def half_power(backend: Backend, size: Array) -> Array:
     """Return h, a power of two for each of (…, 1), so that size · h² lies between 2⁻¹⁶ and 2¹⁶ (float64: 2^∓128).
 
     It is 1 where the size lies there itself. Subnormal sizes stay below. No derivative goes through h: it is made of
-    constants and comparisons.
+    constants and comparisons. The constants are made on the device: a copy from the host would wait for it.
     """
     xp, device = backend.namespace(), backend.native_device(backend.device_of(size))
-    exponents = [k * step(size) for k in range(-COUNT, COUNT + 1) if k]
-
-    def constant(values: list[float]) -> Array:
-        return xp.asarray(values, dtype=size.dtype, device=device)  # (14,)
-
+    order = xp.arange(2 * COUNT, dtype=size.dtype, device=device) - (COUNT - 0.5)
+    bounds = xp.exp(order * (step(size) * math.log(2)))  # (14,), 2⁻¹⁰⁴ to 2¹⁰⁴, and need not be exact
     half = 2.0 ** (step(size) // 2)
-    above = constant([1.0 if e < 0 else 1 / half for e in exponents])
-    below = constant([half if e < 0 else 1.0 for e in exponents])
-    factors = xp.where(xp.greater_equal(size, constant([2.0**e for e in exponents])), above, below)  # (…, 14)
-    return xp.prod(factors, axis=-1, keepdims=True)  # (…, 1)
+    factors = xp.where(xp.greater_equal(size, bounds), xp.full_like(bounds, 1 / half), xp.ones_like(bounds))  # (…, 14)
+    return xp.prod(factors, axis=-1, keepdims=True) * half**COUNT  # (…, 1)
 
 
 def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
