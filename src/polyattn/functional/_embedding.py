@@ -10,7 +10,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
 from ._operation import Operation, expect_arrays, expect_floating, is_integer
-from ._range import linear_in
+from ._range import apply_linear
 
 __all__ = ["EmbeddingGrads", "embedding", "embedding_backward", "embedding_forward"]
 
@@ -55,7 +55,7 @@ def backward(
     def added(drows: Array) -> Array:
         return backend.index_add(table, index, drows)
 
-    dweight = linear_in(backend, added, drows, only_looking=True)
+    dweight = apply_linear(backend, added, drows, only_on_host=True)
     return None, cast(xp, dweight, dy.dtype)  # (count, features)
 
 

@@ -27,7 +27,7 @@ def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tu
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approximate: str) -> tuple[Array, Array]:
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
-    return gated_backward(backend, dy, *saved, GELU[approximate])
+    return gated_backward(backend, GELU[approximate], dy, *saved)
 
 
 _operation = Operation("geglu", forward, backward)

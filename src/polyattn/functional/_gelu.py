@@ -9,7 +9,8 @@ from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ._erfc import normal_tail
 from ._operation import Operation, expect_floating
-from ._silu import Activation, activation_backward, activation_forward, exp_below_zero, logistic, logistic_product
+from ._range import low
+from ._silu import Activation, Logistic, activation_backward, activation_forward
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
@@ -31,76 +32,74 @@ def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tup
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
     """Return dy · (Φ(x) + x · Φ′(x))."""
-    return (activation_backward(backend, dy, saved[0], GELU[approximate]),)
+    return (activation_backward(backend, GELU[approximate], dy, saved[0]),)
 
 
 class Gelu:
     """x · Φ(x), whose derivative is Φ(x) + x · Φ′(x)."""
 
-    def __init__(self, xp: Any, x: Array) -> None:
-        self.xp, self.x = xp, x
+    def __init__(self, xp: Any, x: Array, *, scaled: bool) -> None:
+        self.xp, self.x, self.scaled = xp, x, scaled
         self.positive = xp.astype(xp.greater_equal(x, 0), x.dtype)  # a factor is faster than NumPy's where
         self.size = xp.clip(x * (2 * self.positive - 1), -FAR, FAR)  # |x|, of derivative 1 at 0
         self.tail = normal_tail(xp, self.size)  # Φ(−|x|) / exp(−x² / 2)
-        self.root = xp.exp(self.size * self.size * -0.25)  # of exp(−x² / 2); made late, to hold few arrays at a time
+        # exp(−x² / 2), or its root; made late, to hold few arrays at a time
+        self.power = xp.exp(self.size * self.size * (-0.25 if scaled else -0.5))
+
+    def in_range(self) -> Array:
+        """Say where x is not far below 0."""
+        return self.xp.greater_equal(self.xp.maximum(self.power, self.positive), low(self.x) ** 2)
 
     def decay(self) -> Array:
         """Return the root for x < 0."""
-        return self.xp.maximum(self.root, self.positive)
+        return self.xp.maximum(self.power, self.positive)
 
     def decay_root(self) -> Array:
         """Return its root."""
         return self.xp.maximum(self.xp.exp(self.size * self.size * -0.125), self.positive)
 
-    @classmethod
-    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
-        """Return max(x, 0) − |x| · Φ(−|x|), times up."""
-        f = cls(backend.namespace(), x)
-        if up is None:
-            return f.positive * f.x - f.size * f.tail * f.root * f.root
-        return f.factor() * up * f.decay()
-
     def factor(self) -> Array:
-        """Return x · Φ(x) divided by the decay."""
-        part = self.size * self.tail * self.root
-        return self.positive * self.x - part * self.xp.maximum(self.root, 1 - self.positive)
+        """Return max(x, 0) − |x| · Φ(−|x|), or that divided by the decay."""
+        part = self.size * self.tail * self.power
+        if self.scaled:
+            part = part * self.xp.maximum(self.power, 1 - self.positive)
+        return self.positive * self.x - part
 
     def slope(self) -> Array:
-        """Return the derivative divided by the decay's square."""
-        below = self.tail - self.size * (1 / math.sqrt(2 * math.pi))  # where x < 0; above it is 1 − below · root²
-        return self.positive + (1 - self.positive * (1 + self.root * self.root)) * below
+        """Return the derivative, or that divided by the decay's square."""
+        below = self.tail - self.size * (1 / math.sqrt(2 * math.pi))  # times exp(−x² / 2): that of −|x|
+        if self.scaled:
+            return self.positive + (1 - self.positive * (1 + self.power * self.power)) * below
+        return self.positive + (1 - 2 * self.positive) * self.power * below
 
 
 class GeluTanh:
     """x · (1 + tanh(u)) / 2 = x · σ(2u), u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) cancels where x < 0."""
 
-    def __init__(self, xp: Any, x: Array) -> None:
-        self.xp, self.x, self.near = xp, x, xp.clip(x, -FAR, FAR)  # its cube stays finite
+    def __init__(self, xp: Any, x: Array, *, scaled: bool) -> None:
+        self.x, self.near = x, xp.clip(x, -FAR, FAR) if scaled else x  # the cube of near stays finite
         self.cubic = self.near * self.near * (2 * ROOT * CUBIC)
-        self.twice = self.near * (self.cubic + 2 * ROOT)  # 2u
-        self.root, self.rest, self.total = logistic(xp, self.twice)
+        self.sigma = Logistic(xp, self.near * (self.cubic + 2 * ROOT), scaled=scaled)
+
+    def in_range(self) -> Array:
+        """Say where no power overflows."""
+        return self.sigma.xp.isfinite(self.sigma.rest)
 
     def decay(self) -> Array:
         """Return √exp(2u) for x < 0."""
-        return self.root
+        return self.sigma.decay
 
     def decay_root(self) -> Array:
         """Return its root."""
-        return exp_below_zero(self.xp, self.twice / 4)
-
-    @classmethod
-    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
-        """Return x · σ(2u) · up."""
-        xp = backend.namespace()
-        return logistic_product(backend, x, lambda: x * (x * x * (2 * ROOT * CUBIC) + 2 * ROOT), lambda: cls(xp, x), up)
+        return self.sigma.decay_root()
 
     def factor(self) -> Array:
-        """Return x · σ(2u) divided by the decay."""
-        return self.x * self.root / self.total
+        """Return x · σ(2u), or that divided by the decay."""
+        return self.sigma.times(self.x)
 
     def slope(self) -> Array:
-        """Return the derivative σ(2u) · (1 + 2 x u′ · (1 − σ(2u))) divided by the decay's square."""
-        return (1 + self.near * (3 * self.cubic + 2 * ROOT) * self.rest / self.total) / self.total
+        """Return the derivative, or that divided by the decay's square."""
+        return self.sigma.slope(self.near * (3 * self.cubic + 2 * ROOT))
 
 
 GELU: dict[str, type[Activation]] = {"none": Gelu, "tanh": GeluTanh}

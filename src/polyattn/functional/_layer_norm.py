@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import by_rows, checked_norm, normalised, pulled, trailing, usual_means, usual_root
+from ._norms import by_rows, checked_norm, normalised, norm_gradient, trailing, means_in_range, root_in_range
 from ._operation import Operation
-from ._range import linear_in
+from ._range import apply_linear
 
 __all__ = ["LayerNormGrads", "layer_norm", "layer_norm_backward", "layer_norm_forward"]
 
@@ -44,10 +44,10 @@ def forward(
             y = y + widen(xp, bias)
         return cast(xp, y, x.dtype), xhat, root
 
-    def ordinary(y: Array, xhat: Array, root: Array) -> Array:
-        return usual_root(xp, root, eps)
+    def in_range(y: Array, xhat: Array, root: Array) -> Array:
+        return root_in_range(xp, root, eps)
 
-    y, xhat, root = by_rows(backend, formula, ordinary, x, axes=axes)
+    y, xhat, root = by_rows(backend, formula, in_range, x, axes=axes)
     return y, (xhat, root, weight, bias)
 
 
@@ -60,9 +60,9 @@ def backward(
     dweight = dbias = None
     # y = x̂ · weight + bias
     if bias is not None:
-        dbias = cast(xp, linear_in(backend, lambda dy: xp.sum(dy, axis=rows), dy_), bias.dtype)  # (*features)
+        dbias = cast(xp, apply_linear(backend, lambda dy: xp.sum(dy, axis=rows), dy_), bias.dtype)  # (*features)
     if weight is not None:
-        dweight = linear_in(backend, lambda dy: xp.sum(dy * xhat, axis=rows), dy_)
+        dweight = apply_linear(backend, lambda dy: xp.sum(dy * xhat, axis=rows), dy_)
         dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
     def formula(dy: Array, xhat: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
@@ -76,9 +76,9 @@ def backward(
         def projected(dxhat: Array, along: Array, mean: Array) -> Array:
             return dxhat - mean - xhat * along
 
-        return pulled(backend, dy, root, weight, means, projected, axes, scaled=scaled)
+        return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
 
-    dx, _ = by_rows(backend, formula, lambda dx, size: usual_means(xp, size, root), dy, xhat, root, axes=axes)
+    dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, xhat, root, axes=axes)
     return dx, dweight, dbias
 
 

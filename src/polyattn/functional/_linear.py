@@ -9,7 +9,7 @@ from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
 from ..kernels import cast, widen
 from ._operation import Operation, expect_arrays, expect_one_dtype, expect_rank, expect_shape
-from ._range import choose, linear_in, shrink
+from ._range import choose, apply_linear, shrink
 
 __all__ = ["LinearGrads", "linear", "linear_backward", "linear_forward"]
 
@@ -44,7 +44,7 @@ def backward(
     x_rows, dy_rows, dbias = _rows(xp, widen(xp, x)), _rows(xp, widen(xp, dy)), None
     # y = x W + b
     if bias is not None:
-        dbias = cast(xp, linear_in(backend, lambda dy: xp.sum(dy, axis=0), dy_rows), bias.dtype)  # (out,)
+        dbias = cast(xp, apply_linear(backend, lambda dy: xp.sum(dy, axis=0), dy_rows), bias.dtype)  # (out,)
     dweight = cast(xp, _product(backend, xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
     if not inputs:
         return None, dweight, dbias
@@ -55,7 +55,7 @@ def backward(
 def _product(backend: Backend, a: Array, b: Array, shift: Array | None = None) -> Array:
     """Return a b + shift, and where a sum in it overflows, the same of smaller factors.
 
-    A second product costs as much as the first: where none can look whether it is needed, it is not made.
+    A second product costs as much as the first: where no value shows whether it is needed, it is not made.
     """
     xp = backend.namespace()
     y = xp.matmul(a, b)
@@ -69,7 +69,7 @@ def _product(backend: Backend, a: Array, b: Array, shift: Array | None = None) -
         product = xp.matmul(a * less, b * less) / less
         return xp.where(xp.isfinite(y), y, (product if shift is None else product + shift * less) / less)
 
-    return choose(backend, y, lambda: y, lambda y: xp.isfinite(xp.sum(y)), smaller)
+    return choose(backend, y, lambda: (y, xp.isfinite(xp.sum(y))), smaller)
 
 
 def _rows(xp: Any, x: Array) -> Array:

@@ -23,14 +23,18 @@ def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int
 
 
 def by_rows(
-    backend: Backend, formula: Callable[..., Any], ordinary: Callable[..., Array], *arrays: Array, axes: int
+    backend: Backend, formula: Callable[..., Any], in_range: Callable[..., Array], *arrays: Array, axes: int
 ) -> Any:
-    """Return the results of a formula by rows; of the scaled one unless ``ordinary`` of the results holds."""
+    """Return the results of a formula by rows; of the scaled one unless ``in_range`` of the results holds."""
 
     def of(scaled: bool) -> Any:
         return backend.by_rows(functools.partial(formula, scaled=scaled), *arrays, axes=axes)
 
-    return choose(backend, arrays[0], lambda: of(False), lambda results: ordinary(*results), lambda: of(True))
+    def plain() -> tuple[Any, Array]:
+        results = of(False)
+        return results, in_range(*results)
+
+    return choose(backend, arrays[0], plain, lambda: of(True))
 
 
 def normalised(
@@ -59,7 +63,7 @@ def normalised(
     return xhat, xp.minimum(xp.maximum(root / scale, least), bound)
 
 
-def usual_root(xp: Any, root: Array, eps: float) -> Array:
+def root_in_range(xp: Any, root: Array, eps: float) -> Array:
     """Say where no square in a root √(mean(c²) + eps) has overflowed or vanished."""
     below = xp.less_equal(root, 1 / low(root))
     return below if eps >= low(root) ** 2 else xp.logical_and(below, xp.greater_equal(root, low(root)))
@@ -73,7 +77,7 @@ def quotient(backend: Backend, x: Array, root: Array, *, scaled: bool) -> Array:
     return (x * (half * half)) / (root * (half * half))
 
 
-def pulled(
+def norm_gradient(
     backend: Backend, dy: Array, root: Array, weight: Array | None, means: Callable[[Array], tuple[Array, ...]],
     projected: Callable[..., Array], axes: int, *, scaled: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
@@ -95,15 +99,15 @@ def pulled(
     return cast(xp, product(xp, factor, factor, dx) if scaled else dx, dy.dtype), size
 
 
-def usual_means(xp: Any, size: Array, root: Array) -> Array:
+def means_in_range(xp: Any, size: Array, root: Array) -> Array:
     """Say where no product in a gradient has overflowed, or has vanished and would come back divided by the root."""
     # Zero is no product that vanished, or one that the root does not bring back.
     enough = xp.logical_or(xp.greater_equal(size, low(size) ** 2), xp.equal(size, 0))
     below = xp.less_equal(size, low(size) ** -2)
-    return xp.logical_and(below, xp.logical_and(enough, moderate(xp, root)))
+    return xp.logical_and(below, xp.logical_and(enough, inverse_in_range(xp, root)))
 
 
-def moderate(xp: Any, root: Array) -> Array:
+def inverse_in_range(xp: Any, root: Array) -> Array:
     """Say where a root magnifies nothing that has vanished, and its inverse is a number as well."""
     return xp.logical_and(xp.greater_equal(root, 2.0**-16), xp.less_equal(root, 2.0**48))
 

@@ -1,8 +1,8 @@
 """Scaling by powers of two, which keeps the sums and products of a formula inside the range of its dtype.
 
-A power of two loses no digit. Where the values can be looked at (:meth:`Backend.on_host`), the plain formula comes
+A power of two loses no digit. Where the values can be inspected (:meth:`Backend.on_host`), the plain formula comes
 first, and the scaled one only where a cheap statistic of the plain one says that something left the range. Elsewhere,
-in a trace or on a device, looking would break the trace or wait for the device: the scaled formula is all there is.
+in a trace or on a device, that would break the trace or wait for the device: the scaled formula is always taken.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def unit_of(xp: Any, peak: Array) -> Array:
     return xp.where(usable, xp.minimum(peak, largest), xp.ones_like(peak))
 
 
-def choose(
-    backend: Backend, x: Array, plain: Callable[[], Any], ordinary: Callable[[Any], Array], scaled: Callable[[], Any]
-) -> Any:
-    """Return ``plain()`` if ``ordinary`` of it holds everywhere, else ``scaled()``; the latter where none can look."""
+def choose(backend: Backend, x: Array, plain: Callable[[], tuple[Any, Array]], scaled: Callable[[], Any]) -> Any:
+    """Return the result of ``plain()`` if what it returns beside it holds everywhere, else ``scaled()``.
+
+    Where the values of x cannot be inspected, it is always the latter.
+    """
     if not backend.on_host(x):
         return scaled()
-    result = plain()
-    return backend.cond(backend.namespace().all(ordinary(result)), lambda: result, scaled)
+    result, in_range = plain()
+    return backend.cond(backend.namespace().all(in_range), lambda: result, scaled)
 
 
 def shrink(x: Array) -> float:
@@ -84,16 +85,18 @@ def shrink(x: Array) -> float:
     return 2.0 ** (-5 * step(x))
 
 
-def linear_in(backend: Backend, function: Callable[[Array], Array], x: Array, *, only_looking: bool = False) -> Array:
+def apply_linear(
+    backend: Backend, function: Callable[[Array], Array], x: Array, *, only_on_host: bool = False
+) -> Array:
     """Return ``function(x)``, which is linear; where a sum in it overflows, it is taken of a smaller x.
 
-    A trace computes both. With ``only_looking``, for a function that costs too much for that, it has the first alone.
+    A trace computes both. With ``only_on_host``, for a function that costs too much for that, it has the first alone.
     """
     xp, y = backend.namespace(), function(x)
-    if only_looking and not backend.on_host(y):
+    if only_on_host and not backend.on_host(y):
         return y
 
     def smaller() -> Array:
         return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))
 
-    return choose(backend, y, lambda: y, lambda y: xp.isfinite(xp.sum(y)), smaller)
+    return choose(backend, y, lambda: (y, xp.isfinite(xp.sum(y))), smaller)

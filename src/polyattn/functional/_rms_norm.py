@@ -6,9 +6,19 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import by_rows, checked_norm, moderate, normalised, pulled, quotient, trailing, usual_means, usual_root
+from ._norms import (
+    by_rows,
+    checked_norm,
+    inverse_in_range,
+    normalised,
+    norm_gradient,
+    quotient,
+    trailing,
+    means_in_range,
+    root_in_range,
+)
 from ._operation import Operation
-from ._range import choose, linear_in
+from ._range import choose, apply_linear
 
 __all__ = ["RMSNormGrads", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
 
@@ -32,7 +42,7 @@ def forward(
             y = y * widen(xp, weight)
         return cast(xp, y, x.dtype), root
 
-    y, root = by_rows(backend, formula, lambda y, root: usual_root(xp, root, eps), x, axes=axes)
+    y, root = by_rows(backend, formula, lambda y, root: root_in_range(xp, root, eps), x, axes=axes)
     return y, (x, root, weight)
 
 
@@ -48,12 +58,12 @@ def backward(
 
         def gain(dy: Array) -> Array:
             xhat = choose(
-                backend, root, lambda: widen(xp, x) / root, lambda _: moderate(xp, root),
+                backend, root, lambda: (widen(xp, x) / root, inverse_in_range(xp, root)),
                 lambda: quotient(backend, widen(xp, x), root, scaled=True),
             )  # fmt: skip
             return xp.sum(dy * xhat, axis=rows)
 
-        dweight = cast(xp, linear_in(backend, gain, widen(xp, dy)), weight.dtype)  # (*features)
+        dweight = cast(xp, apply_linear(backend, gain, widen(xp, dy)), weight.dtype)  # (*features)
 
     def formula(dy: Array, x: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
         xhat, (_, last, n) = quotient(backend, widen(xp, x), root, scaled=scaled), trailing(dy, axes)
@@ -65,9 +75,9 @@ def backward(
         def projected(dxhat: Array, along: Array) -> Array:
             return dxhat - xhat * along
 
-        return pulled(backend, dy, root, weight, means, projected, axes, scaled=scaled)
+        return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
 
-    dx, _ = by_rows(backend, formula, lambda dx, size: usual_means(xp, size, root), dy, x, root, axes=axes)
+    dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, x, root, axes=axes)
     return dx, dweight
 
 

@@ -23,7 +23,7 @@ from ._operation import (
     is_number,
     shown,
 )
-from ._range import linear_in
+from ._range import apply_linear
 from ._rotary_angles import counted, signed, turns
 from ._rotary_scaling import RotaryScaling
 
@@ -97,7 +97,7 @@ def _rotated(backend: Backend, x: Array, cos: Array, sin: Array, rotation: Rotat
 
     pairs, shape = widen(xp, x[..., :dim]), (*x.shape[:-1], dim)
     # No product overflows where no cosine is more than 1.
-    y = linear_in(backend, rotated, pairs) if rotation.tables or rotation.magnitude > 1 else rotated(pairs)
+    y = apply_linear(backend, rotated, pairs) if rotation.tables or rotation.magnitude > 1 else rotated(pairs)
     y = cast(xp, y, x.dtype)
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
 

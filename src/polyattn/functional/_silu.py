@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any, NamedTuple, Protocol
 
 from ..backend import Array, Backend, Cache, dtype_name
@@ -29,17 +29,21 @@ def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
     """Return dy · (σ(x) + x · σ′(x))."""
-    return (activation_backward(backend, dy, saved[0], Silu),)
+    return (activation_backward(backend, Silu, dy, saved[0]),)
 
 
 class Activation(Protocol):
     """A function f of an array of float32 or float64: what its value and derivative have in common, and these.
 
-    Where x goes to −∞, f(x) and f′(x) go to 0, and would vanish before they meet a large up or dy. So both come in
-    factors that are in range, f(x) = factor · decay and f′(x) = slope · decay²: a product takes one at a time.
+    Where x goes to −∞, f(x) and f′(x) go to 0, and would vanish before they meet a large up or dy. So the ``scaled``
+    formulas give factors that are in range, f(x) = factor · decay and f′(x) = slope · decay²: a product takes one at a
+    time. The others, which cost less, give f(x) and f′(x) themselves.
     """
 
-    def __init__(self, xp: Any, x: Array) -> None: ...
+    def __init__(self, xp: Any, x: Array, *, scaled: bool) -> None: ...
+
+    def in_range(self) -> Array:
+        """Say where f(x) and f′(x) are in range without a decay."""
 
     def decay(self) -> Array:
         """Return the root of what f falls like below 0; 1 for x ≥ 0."""
@@ -47,15 +51,11 @@ class Activation(Protocol):
     def decay_root(self) -> Array:
         """Return √decay, which is in range where the decay is not."""
 
-    @classmethod
-    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
-        """Return f(x) · up, or f(x)."""
-
     def factor(self) -> Array:
-        """Return f(x) / decay."""
+        """Return f(x), or f(x) / decay."""
 
     def slope(self) -> Array:
-        """Return f′(x) / decay²."""
+        """Return f′(x), or f′(x) / decay²."""
 
 
 def activation_forward(backend: Backend, activation: type[Activation], x: Array, up: Array | None = None) -> Array:
@@ -63,83 +63,95 @@ def activation_forward(backend: Backend, activation: type[Activation], x: Array,
     xp = backend.namespace()
 
     def formula(x: Array, *up: Array) -> Array:
-        wide = (widen(xp, array) for array in up)
-        return cast(xp, activation.product(backend, widen(xp, x), next(wide, None)), x.dtype)
+        wide, gated = widen(xp, x), [widen(xp, array) for array in up]
+
+        def plain() -> tuple[Array, Array]:
+            f = activation(xp, wide, scaled=False)
+            return math.prod(gated, start=f.factor()), f.in_range()
+
+        def scaled() -> Array:
+            f = activation(xp, wide, scaled=True)
+            return math.prod(gated, start=f.factor()) * f.decay()
+
+        return cast(xp, choose(backend, x, plain, scaled), x.dtype)
 
     return backend.by_rows(formula, x, *(() if up is None else (up,)), axes=0)
 
 
-def activation_backward(backend: Backend, dy: Array, x: Array, activation: type[Activation]) -> Array:
+def activation_backward(backend: Backend, activation: type[Activation], dy: Array, x: Array) -> Array:
     """Return dy · f′(x)."""
     xp = backend.namespace()
 
     def formula(dy: Array, x: Array) -> Array:
-        f = activation(xp, widen(xp, x))
-        decay = f.decay()
-        return cast(xp, widen(xp, dy) * decay * f.slope() * decay, x.dtype)
+        dy_, wide = widen(xp, dy), widen(xp, x)
+
+        def plain() -> tuple[Array, Array]:
+            f = activation(xp, wide, scaled=False)
+            dx = dy_ * f.slope()
+            return dx, xp.logical_and(xp.all(f.in_range()), xp.isfinite(xp.sum(dx)))
+
+        def scaled() -> Array:
+            f = activation(xp, wide, scaled=True)
+            decay = f.decay()
+            return dy_ * decay * f.slope() * decay
+
+        return cast(xp, choose(backend, x, plain, scaled), x.dtype)
 
     return backend.by_rows(formula, dy, x, axes=0)
+
+
+class Logistic:
+    """σ(z) = decay² / total and 1 − σ(z) = rest / total; decay is 1 unless ``scaled``."""
+
+    def __init__(self, xp: Any, z: Array, *, scaled: bool) -> None:
+        self.xp, self.z, self.scaled = xp, z, scaled
+        if scaled:
+            top = 640 if dtype_name(z.dtype) == "float64" else 80  # exp(top) is finite, exp(2 · top) is not
+            root, one = xp.exp(xp.clip(z / 2, -FAR, top)), xp.ones_like(z)
+            self.decay, self.rest = xp.minimum(root, one), 1 / xp.maximum(root * root, one)
+            self.total = self.decay * self.decay + self.rest  # one of the two terms is 1: nothing cancels
+        else:
+            self.rest = xp.exp(-z)
+            self.total = 1 + self.rest
+
+    def decay_root(self) -> Array:
+        """Return √decay."""
+        return self.xp.exp(self.xp.clip(self.z / 4, -FAR, 0))
+
+    def times(self, x: Array) -> Array:
+        """Return x · σ(z) / decay."""
+        return (x * self.decay if self.scaled else x) / self.total
+
+    def slope(self, xdz: Array) -> Array:
+        """Return the derivative σ(z) · (1 + x z′ · (1 − σ(z))) of x · σ(z), divided by decay²."""
+        return (1 + xdz / self.total * self.rest) / self.total
 
 
 class Silu:
     """x · σ(x), whose derivative is σ(x) · (1 + x · (1 − σ(x)))."""
 
-    def __init__(self, xp: Any, x: Array) -> None:
-        self.xp, self.x = xp, x
-        self.root, self.rest, self.total = logistic(xp, x)
+    def __init__(self, xp: Any, x: Array, *, scaled: bool) -> None:
+        self.x, self.sigma = x, Logistic(xp, x, scaled=scaled)
+
+    def in_range(self) -> Array:
+        """Say where no power overflows."""
+        return self.sigma.xp.isfinite(self.sigma.rest)
 
     def decay(self) -> Array:
         """Return √exp(x) for x < 0."""
-        return self.root
+        return self.sigma.decay
 
     def decay_root(self) -> Array:
         """Return its root."""
-        return exp_below_zero(self.xp, self.x / 4)
-
-    @classmethod
-    def product(cls, backend: Backend, x: Array, up: Array | None) -> Array:
-        """Return x · σ(x) · up."""
-        return logistic_product(backend, x, lambda: x, lambda: cls(backend.namespace(), x), up)
+        return self.sigma.decay_root()
 
     def factor(self) -> Array:
-        """Return x · σ(x) divided by the decay."""
-        return self.x * self.root / self.total
+        """Return x · σ(x), or that divided by the decay."""
+        return self.sigma.times(self.x)
 
     def slope(self) -> Array:
-        """Return its derivative divided by the decay's square."""
-        return (1 + self.x * self.rest / self.total) / self.total
-
-
-def exp_below_zero(xp: Any, x: Array) -> Array:
-    """Return exp(x) for x < 0, else 1."""
-    return xp.exp(xp.clip(x, -FAR, 0))
-
-
-def logistic_product(
-    backend: Backend, x: Array, of_x: Callable[[], Array], activation: Callable[[], Activation], up: Array | None
-) -> Array:
-    """Return x · σ(of_x) · up, which is the product of an activation, by a shorter formula where that is enough."""
-    xp = backend.namespace()
-
-    def plain() -> tuple[Array, Array]:
-        power = xp.exp(-of_x())
-        y = x / (1 + power)
-        return (y if up is None else y * up), power
-
-    def scaled() -> tuple[Array, Array]:
-        f = activation()
-        y, decay = f.factor(), f.decay()
-        return (y if up is None else y * up) * decay, decay
-
-    return choose(backend, x, plain, lambda result: xp.isfinite(xp.sum(result[1])), scaled)[0]
-
-
-def logistic(xp: Any, x: Array) -> tuple[Array, Array, Array]:
-    """Return ``decay, rest, total`` of σ(x) = decay² / total and 1 − σ(x) = rest / total, accurate where tiny too."""
-    top = 640 if dtype_name(x.dtype) == "float64" else 80  # its exponential is finite, and the square of that is not
-    root, one = xp.exp(xp.clip(x / 2, -FAR, top)), xp.ones_like(x)
-    decay, rest = xp.minimum(root, one), 1 / xp.maximum(root * root, one)
-    return decay, rest, decay * decay + rest  # one of the two terms is 1: nothing cancels
+        """Return the derivative, or that divided by the decay's square."""
+        return self.sigma.slope(self.x)
 
 
 _operation = Operation("silu", forward, backward)

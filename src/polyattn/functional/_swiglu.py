@@ -27,31 +27,34 @@ def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, tuple[Arra
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
-    return gated_backward(backend, dy, *saved, Silu)
+    return gated_backward(backend, Silu, dy, *saved)
 
 
 def gated_backward(
-    backend: Backend, dy: Array, gate: Array, up: Array, activation: type[Activation]
+    backend: Backend, activation: type[Activation], dy: Array, gate: Array, up: Array
 ) -> tuple[Array, Array]:
     """Return the gradients of the gate, and of what it gates."""
     xp = backend.namespace()
 
     def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-        dy_, up_ = widen(xp, dy), widen(xp, up)
-        f = activation(xp, widen(xp, gate))
-        slope, d = f.slope(), f.decay()
-        # y = f(gate) · up
-        dup = dy_ * f.factor() * d
-        both = dy_ * up_
+        dy_, gate_, up_ = widen(xp, dy), widen(xp, gate), widen(xp, up)
 
-        def scaled() -> Array:
+        # y = f(gate) · up
+        def plain() -> tuple[tuple[Array, Array], Array]:
+            f = activation(xp, gate_, scaled=False)
+            dgate = dy_ * up_ * f.slope()
+            return (dgate, dy_ * f.factor()), xp.logical_and(xp.all(f.in_range()), xp.isfinite(xp.sum(dgate)))
+
+        def scaled() -> tuple[Array, Array]:
+            f = activation(xp, gate_, scaled=True)
+            slope, d = f.slope(), f.decay()
             # Where dy · up overflows, the factors that are small go to dy and up, else to dy · up.
-            one, over = xp.ones_like(d), xp.logical_not(xp.isfinite(both))
+            one, over = xp.ones_like(d), xp.logical_not(xp.isfinite(dy_ * up_))
             early, late = xp.where(over, f.decay_root(), one), xp.where(over, one, d)
             product = dy_ * early * early * xp.where(over, slope, one) * (up_ * early * early)
-            return product * late * xp.where(over, one, slope) * late
+            return product * late * xp.where(over, one, slope) * late, dy_ * f.factor() * d
 
-        dgate = choose(backend, both, lambda: both * d * slope * d, lambda dgate: xp.isfinite(xp.sum(dgate)), scaled)
+        dgate, dup = choose(backend, gate, plain, scaled)
         return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
 
     dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
