@@ -9,7 +9,8 @@ from ..backend import Array, Backend, Cache, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
-from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_floating, is_integer, shown
+from ._checks import expect_one_dtype, expect_rank, expect_shape, is_floating, is_integer, shown
+from ._dispatch import Operation, run, run_backward, run_with_cache
 
 __all__ = ["CrossEntropyGrads", "cross_entropy", "cross_entropy_backward", "cross_entropy_forward"]
 
@@ -22,9 +23,20 @@ class CrossEntropyGrads(NamedTuple):
     weight: Array | None
 
 
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    log_p: Array
+    share: Array
+    loss: Array
+    total: Array | None
+    weight: Array | None
+    reduction: str
+
+
 def forward(
     backend: Backend, logits: Array, labels: Array, weight: Array | None, *, ignore_index: int | None, reduction: str
-) -> tuple[Array, tuple[Array | None, ...]]:
+) -> tuple[Array, Saved]:
     """Return Σ w · share · (log Σ exp(logits) − logits), w the weight of each class, reduced."""
     xp = backend.namespace()
     wide = widen(xp, logits)
@@ -41,15 +53,13 @@ def forward(
         loss = xp.sum(loss) / total
     elif reduction == "sum":
         loss = xp.sum(loss)
-    return cast(xp, loss, logits.dtype), (log_p, share, loss, total, weight)
+    return cast(xp, loss, logits.dtype), Saved(log_p, share, loss, total, weight, reduction)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Any, ...], *, ignore_index: int | None, reduction: str
-) -> tuple[Array, Array | None, Array | None]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> CrossEntropyGrads:
     """Return (softmax · Σ hot − hot) · dy for the logits, hot = w · share; for share and w what multiplies them."""
     xp = backend.namespace()
-    log_p, share, loss, total, weight = saved
+    log_p, share, loss, total, weight, reduction = saved
     hot = _hot(xp, share, weight, log_p)  # (…, classes)
     dloss = widen(xp, dy)
     if reduction == "mean":
@@ -64,16 +74,16 @@ def backward(
         dlogits = xp.where(counted, dlogits, xp.zeros_like(dlogits))
     dlogits = cast(xp, dlogits, dy.dtype)
     if weight is None and not soft:
-        return dlogits, None, None
+        return CrossEntropyGrads(dlogits, None, None)
     # Where labels are integers the mean's denominator depends on the weights, too.
     dhot = (-log_p - loss if reduction == "mean" and not soft else -log_p) * dloss  # (…, classes)
     dlabels = cast(xp, dhot if weight is None else dhot * widen(xp, weight), dy.dtype) if soft else None
     if weight is None:
-        return dlogits, dlabels, None
+        return CrossEntropyGrads(dlogits, dlabels, None)
     dhot = xp.where(xp.not_equal(share, 0) if soft else share, dhot, xp.zeros_like(dhot))
     rows = tuple(range(log_p.ndim - 1))
     dweight = xp.sum(share * dhot if soft else dhot, axis=rows)  # (classes,)
-    return dlogits, dlabels, cast(xp, dweight, weight.dtype)
+    return CrossEntropyGrads(dlogits, dlabels, cast(xp, dweight, weight.dtype))
 
 
 def _hot(xp: Any, share: Array, weight: Array | None, like: Array) -> Array:
@@ -82,7 +92,7 @@ def _hot(xp: Any, share: Array, weight: Array | None, like: Array) -> Array:
     return weights * share if is_floating(share) else xp.where(share, weights, xp.zeros_like(like))
 
 
-_operation = Operation("cross_entropy", forward, backward)
+OPERATION = Operation("cross_entropy", forward, backward)
 
 
 def cross_entropy(
@@ -133,7 +143,7 @@ def cross_entropy(
     >>> round(float(pa.functional.cross_entropy(np.zeros((1, 4)), np.array([2]))), 6)  # log 4
     1.386294
     """
-    return _operation.call(*_check(logits, labels, weight, ignore_index, reduction))
+    return run(OPERATION, *_check(logits, labels, weight, ignore_index, reduction))
 
 
 def cross_entropy_forward(
@@ -145,12 +155,12 @@ def cross_entropy_forward(
     reduction: str = "mean",
 ) -> tuple[Array, Cache]:
     """Return ``(cross_entropy(logits, labels, …), cache)``."""
-    return _operation.record(*_check(logits, labels, weight, ignore_index, reduction))
+    return run_with_cache(OPERATION, *_check(logits, labels, weight, ignore_index, reduction))
 
 
 def cross_entropy_backward(dy: Array, cache: Cache) -> CrossEntropyGrads:
     """Return w · (softmax − label) for the logits, −w · log softmax for probabilities, and Σ over rows for weight."""
-    return _operation.pull(dy, cache, CrossEntropyGrads)
+    return run_backward(OPERATION, dy, cache, CrossEntropyGrads)
 
 
 def _chosen(backend: Backend, logits: Array, labels: Array, ignore_index: int | None) -> Array:
@@ -211,7 +221,7 @@ def _are_probabilities(logits: Array, labels: Array) -> bool:
 def _check_range(labels: Array, classes: int, ignore_index: int | None) -> None:
     """Check labels whose values are at hand on the host."""
     backend = owner(labels, "labels")
-    if not backend.on_host(labels):
+    if not backend.state(labels).readable:
         return
     values = backend.to_numpy(labels)
     counted = values if ignore_index is None else values[values != ignore_index]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
+from ._checks import expect_arrays, expect_one_dtype, expect_shape
+from ._dispatch import Operation, run, run_backward, run_with_cache
 
 __all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
 
@@ -19,24 +20,30 @@ class MSELossGrads(NamedTuple):
     target: Array
 
 
-def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, tuple[Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    difference: Array
+
+
+def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, Saved]:
     """Return mean((prediction − target)²), the sum in float32 at least."""
     xp = backend.namespace()
     difference = widen(xp, prediction) - widen(xp, target)
     loss = xp.sum(difference * difference) / math.prod(difference.shape)  # (), NaN of no elements
-    return cast(xp, loss, prediction.dtype), (difference,)
+    return cast(xp, loss, prediction.dtype), Saved(difference)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array, Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> MSELossGrads:
     """Return ±2 (prediction − target) / count · dy."""
     xp, (difference,) = backend.namespace(), saved
     # loss = mean(difference²)
     ddifference = xp.multiply(difference * (2 / max(math.prod(difference.shape), 1)), widen(xp, dy))
     dprediction = cast(xp, ddifference, dy.dtype)
-    return dprediction, -dprediction
+    return MSELossGrads(dprediction, -dprediction)
 
 
-_operation = Operation("mse_loss", forward, backward)
+OPERATION = Operation("mse_loss", forward, backward)
 
 
 def mse_loss(prediction: Array, target: Array) -> Array:
@@ -63,17 +70,17 @@ def mse_loss(prediction: Array, target: Array) -> Array:
     >>> float(pa.functional.mse_loss(np.array([1.0, 3.0]), np.array([1.0, 1.0])))
     2.0
     """
-    return _operation.call(_check(prediction, target))
+    return run(OPERATION, _check(prediction, target))
 
 
 def mse_loss_forward(prediction: Array, target: Array) -> tuple[Array, Cache]:
     """Return ``(mse_loss(prediction, target), cache)``."""
-    return _operation.record(_check(prediction, target))
+    return run_with_cache(OPERATION, _check(prediction, target))
 
 
 def mse_loss_backward(dy: Array, cache: Cache) -> MSELossGrads:
     """Return 2 (prediction − target) / N · dy for the prediction, and its negative for the target."""
-    return _operation.pull(dy, cache, MSELossGrads)
+    return run_backward(OPERATION, dy, cache, MSELossGrads)
 
 
 def _check(prediction: Array, target: Array) -> dict[str, Array]:
