@@ -49,8 +49,8 @@ def visited(monkeypatch, n, tile=(4, 4), **arguments):
     monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: tile)
     x = np.ones((1, n, 4))
     arrays, options = checked(x, x, x, **arguments)
-    arrays = {name: array for name, array in arrays.items() if name not in "qkv"}
-    problem = make_problem(pa.registry.ready("numpy"), x, "cpu", **arrays, **options)
+    given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
+    problem = make_problem(pa.registry.ready("numpy"), x, "cpu", **given)
     tiles = [(tuple(tile), loop.whole) for loop in loops(problem) for tile in loop.tiles]
     return {tile for tile, _ in tiles}, {tile for tile, whole in tiles if whole}
 

@@ -166,8 +166,8 @@ def _problem(q, k, **arguments):
     from polyattn.functional._arguments import checked, make_problem
 
     arrays, options = checked(q, k, k, **arguments)
-    arrays = {name: array for name, array in arrays.items() if name not in "qkv"}
-    return make_problem(pa.registry.ready("numpy"), q, "cpu", **arrays, **options)
+    given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
+    return make_problem(pa.registry.ready("numpy"), q, "cpu", **given)
 
 
 def test_memory_grows_with_the_length_not_its_square():

@@ -64,8 +64,8 @@ def run(inputs, dout, dlse=None, kernel="fused", **arguments):
 def problem_of(*shapes, dtype=torch.float32, device=None, **arguments):
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
     arrays, options = checked(q, k, v, **arguments)
-    arrays = {name: array for name, array in arrays.items() if name not in "qkv"}
-    return make_problem(pa.registry.ready("torch"), q, device or "cpu", **arrays, **options)
+    given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
+    return make_problem(pa.registry.ready("torch"), q, device or "cpu", **given)
 
 
 @pytest.mark.parametrize("bands", ["whole", "narrow"])
