@@ -28,11 +28,11 @@ def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, tuple[Arra
 
 
 def backward(backend: Backend, dy: Array, saved: tuple[Array], *, axis: int) -> tuple[Array]:
-    """Return dy − exp(y) Σ dy."""
-    xp, (y,) = backend.namespace(), saved
+    """Return dy − exp(y) Σ dy; the mean of dy stands for its sum, and half of dx for dx, which may overflow."""
+    xp, (y,), n = backend.namespace(), saved, max(dy.shape[axis], 1)
     dy_ = widen(xp, dy)
-    dx = dy_ - xp.exp(y) * xp.sum(dy_, axis=axis, keepdims=True)
-    return (cast(xp, dx, dy.dtype),)
+    dx = dy_ * 0.5 - xp.exp(y) * (0.5 * n) * xp.sum(dy_ * (1.0 / n), axis=axis, keepdims=True)
+    return (cast(xp, dx * 2.0, dy.dtype),)
 
 
 _operation = Operation("log_softmax", forward, backward)

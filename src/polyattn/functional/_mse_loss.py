@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
+from ._product import product
 
 __all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
 
@@ -19,21 +20,42 @@ class MSELossGrads(NamedTuple):
     target: Array
 
 
-def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, tuple[Array]]:
+def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return mean((prediction − target)²), the sum in float32 at least."""
     xp = backend.namespace()
-    difference = widen(xp, prediction) - widen(xp, target)
+    difference, scale = _difference(xp, prediction, target)
+    unit = _unit(xp, difference)
+    difference = difference / (scale * unit)
     loss = xp.sum(difference * difference) / math.prod(difference.shape)  # (), NaN of no elements
-    return cast(xp, loss, prediction.dtype), (difference,)
+    return cast(xp, loss * unit * unit, prediction.dtype), (prediction, target)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array, Array]:
+def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return ±2 (prediction − target) / count · dy."""
-    xp, (difference,) = backend.namespace(), saved
+    xp = backend.namespace()
+    difference, scale = _difference(xp, *saved)
     # loss = mean(difference²)
-    ddifference = xp.multiply(difference * (2 / max(math.prod(difference.shape), 1)), widen(xp, dy))
+    share = xp.full_like(difference, 1 / max(math.prod(difference.shape), 1))
+    ddifference = product(xp, difference, share, widen(xp, dy)) * (2.0 / scale)
     dprediction = cast(xp, ddifference, dy.dtype)
     return dprediction, -dprediction
+
+
+def _difference(xp: Any, prediction: Array, target: Array) -> tuple[Array, Array]:
+    """Return ``(prediction − target) · scale`` and ``scale``, a quarter where the difference might overflow, else 1."""
+    prediction, target = widen(xp, prediction), widen(xp, target)
+    one = xp.ones_like(prediction)
+    scale = xp.where(xp.maximum(xp.abs(prediction), xp.abs(target)) > one, one * 0.25, one)
+    return prediction * scale - target * scale, scale
+
+
+def _unit(xp: Any, difference: Array) -> Array:
+    """Return the largest magnitude where its square might overflow, else 1."""
+    if 0 in difference.shape:
+        return xp.sum(difference) + 1.0
+    peak = xp.max(xp.abs(difference))
+    one = xp.ones_like(peak)
+    return xp.where(xp.logical_and(xp.greater(peak, one * 2.0**40), xp.isfinite(peak)), peak, one)
 
 
 _operation = Operation("mse_loss", forward, backward)
