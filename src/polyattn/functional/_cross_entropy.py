@@ -11,7 +11,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
 from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_floating, is_integer, shown
-from ._product import product
+from ._range import product, unit_of
 
 __all__ = ["CrossEntropyGrads", "cross_entropy", "cross_entropy_backward", "cross_entropy_forward"]
 
@@ -80,7 +80,7 @@ def backward(
 def _hot(xp: Any, share: Array, weight: Array | None, x: Array, reduction: str) -> tuple[Array, Array, Array]:
     """Return ``(hot, unit, total)``: how often each cost counts, and what ``unit · total`` of the mean divides by.
 
-    ``unit``, the largest weight that counts, keeps the sum of the others finite.
+    ``unit`` is about the largest weight that counts, so that the sum of all in units of it is finite.
     """
     weights = xp.ones_like(x) if weight is None else xp.broadcast_to(cast(xp, weight, x.dtype), x.shape)
     hot = weights * share if is_floating(share) else xp.where(share, weights, xp.zeros_like(x))  # (…, classes)
@@ -91,8 +91,7 @@ def _hot(xp: Any, share: Array, weight: Array | None, x: Array, reduction: str) 
     if is_floating(share):
         return hot / total, unit, total
     if weight is not None:
-        unit = xp.max(xp.abs(hot))
-        unit = xp.where(xp.equal(unit, xp.zeros_like(unit)), one, unit)
+        unit = unit_of(xp, xp.max(xp.abs(hot)))
         hot = hot / unit
     total = xp.sum(hot)
     return hot / xp.where(xp.equal(total, xp.zeros_like(total)), one, total), unit, total

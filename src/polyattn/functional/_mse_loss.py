@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
-from ._product import product
+from ._range import product, unit_of
 
 __all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
 
@@ -55,7 +55,7 @@ def _unit(xp: Any, difference: Array) -> Array:
         return xp.sum(difference) + 1.0
     peak = xp.max(xp.abs(difference))
     one = xp.ones_like(peak)
-    return xp.where(xp.logical_and(xp.greater(peak, one * 2.0**40), xp.isfinite(peak)), peak, one)
+    return xp.where(xp.greater(peak, one * 2.0**40), unit_of(xp, peak), one)
 
 
 _operation = Operation("mse_loss", forward, backward)

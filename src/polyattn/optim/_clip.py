@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..functional._operation import expect_floating, is_number
+from ..functional._range import unit_of
 from ..kernels import Array, cast
 from ._base import Arrays, as_array, common_place, labelled, widest_dtype
 
@@ -81,11 +82,10 @@ def _scaled(grad: Array, unit: Array, factor: Array, xp: Any) -> Array:
 
 
 def _norm(grads: list[Array], xp: Any, dtype: Any, device: Any) -> tuple[Array, Array]:
-    """Return the largest magnitude, and the norm in units of it, which is finite where every element is."""
+    """Return a unit, about the largest magnitude, and the norm in units of it: finite where every element is."""
     grads = [cast(xp, grad, dtype) for grad in grads if 0 not in grad.shape]
     zero = xp.zeros((), dtype=dtype, device=device)
     peak = functools.reduce(xp.maximum, (xp.max(xp.abs(grad)) for grad in grads), zero)
-    usable = xp.logical_and(xp.greater(peak, zero), xp.isfinite(peak))
-    unit = xp.where(usable, peak, xp.ones_like(peak))
+    unit = unit_of(xp, peak)
     squares = (xp.sum(xp.square(grad / unit)) for grad in grads)
     return unit, xp.sqrt(functools.reduce(xp.add, squares, zero))
