@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
-from ._range import product, unit_of
+from ._range import unit_of
 
 __all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
 
@@ -20,42 +20,42 @@ class MSELossGrads(NamedTuple):
     target: Array
 
 
-def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, tuple[Array, Array]]:
+def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     """Return mean((prediction − target)²), the sum in float32 at least."""
     xp = backend.namespace()
-    difference, scale = _difference(xp, prediction, target)
-    unit = _unit(xp, difference)
-    difference = difference / (scale * unit)
-    loss = xp.sum(difference * difference) / math.prod(difference.shape)  # (), NaN of no elements
-    return cast(xp, loss * unit * unit, prediction.dtype), (prediction, target)
+    prediction_, target_ = widen(xp, prediction), widen(xp, target)
+    scale = _scale(xp, xp.maximum(_peak(xp, prediction_), _peak(xp, target_)))
+    difference = prediction_ * scale - target_ * scale
+    peak = _peak(xp, difference)
+    unit = xp.where(xp.greater(peak, xp.full_like(peak, 2.0**40)), unit_of(xp, peak), xp.ones_like(peak))
+    ratio = difference / unit
+    loss = xp.sum(ratio * ratio) / math.prod(difference.shape)  # (), NaN of no elements
+    unit = unit / scale
+    return cast(xp, loss * unit * unit, prediction.dtype), (difference, scale, peak)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
+def backward(backend: Backend, dy: Array, saved: tuple[Array, Array, Array]) -> tuple[Array, Array]:
     """Return ±2 (prediction − target) / count · dy."""
     xp = backend.namespace()
-    difference, scale = _difference(xp, *saved)
-    # loss = mean(difference²)
-    share = xp.full_like(difference, 1 / max(math.prod(difference.shape), 1))
-    ddifference = product(xp, difference, share, widen(xp, dy)) * (2.0 / scale)
-    dprediction = cast(xp, ddifference, dy.dtype)
+    difference, scale, peak = saved
+    # loss = mean(difference²), divided by the count first where differences are large, and last where they are small
+    one = xp.ones_like(peak)
+    share, large = one / max(math.prod(difference.shape), 1), xp.greater(peak, one)
+    first, last = xp.where(large, share, one), xp.where(large, one, share)
+    ddifference = xp.multiply(xp.multiply(difference, first), widen(xp, dy))
+    dprediction = cast(xp, xp.multiply(ddifference, last * 2.0 / scale), dy.dtype)
     return dprediction, -dprediction
 
 
-def _difference(xp: Any, prediction: Array, target: Array) -> tuple[Array, Array]:
-    """Return ``(prediction − target) · scale`` and ``scale``, a quarter where the difference might overflow, else 1."""
-    prediction, target = widen(xp, prediction), widen(xp, target)
-    one = xp.ones_like(prediction)
-    scale = xp.where(xp.maximum(xp.abs(prediction), xp.abs(target)) > one, one * 0.25, one)
-    return prediction * scale - target * scale, scale
+def _peak(xp: Any, x: Array) -> Array:
+    """Return the largest magnitude, (); 0 of no elements."""
+    return xp.sum(x) if 0 in x.shape else xp.maximum(xp.max(x), -xp.min(x))
 
 
-def _unit(xp: Any, difference: Array) -> Array:
-    """Return the largest magnitude where its square might overflow, else 1."""
-    if 0 in difference.shape:
-        return xp.sum(difference) + 1.0
-    peak = xp.max(xp.abs(difference))
+def _scale(xp: Any, peak: Array) -> Array:
+    """Return by what to multiply numbers so that their differences do not overflow: 1 where they do not anyway."""
     one = xp.ones_like(peak)
-    return xp.where(xp.greater(peak, one * 2.0**40), unit_of(xp, peak), one)
+    return xp.where(xp.greater(peak, one * 2.0**100), one * 0.25, one)
 
 
 _operation = Operation("mse_loss", forward, backward)
