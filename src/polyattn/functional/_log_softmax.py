@@ -35,11 +35,12 @@ def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, Saved]:
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> LogSoftmaxGrads:
-    """Return dy − exp(y) Σ dy."""
+    """Return dy − exp(y) Σ dy; the mean of dy stands for its sum, and half of dx for dx, which may overflow."""
     xp, (y, axis) = backend.namespace(), saved
+    n = max(dy.shape[axis], 1)
     dy_ = widen(xp, dy)
-    dx = dy_ - xp.exp(y) * xp.sum(dy_, axis=axis, keepdims=True)
-    return LogSoftmaxGrads(cast(xp, dx, dy.dtype))
+    dx = dy_ * 0.5 - xp.exp(y) * (0.5 * n) * xp.sum(dy_ * (1.0 / n), axis=axis, keepdims=True)
+    return LogSoftmaxGrads(cast(xp, dx * 2.0, dy.dtype))
 
 
 OPERATION = Operation("log_softmax", forward, backward)
