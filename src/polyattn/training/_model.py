@@ -13,7 +13,6 @@ from ..conversion import to_backend
 from ..errors import CheckpointError
 from ..layers import MultiHeadAttention
 from ._config import Config
-from ._folder import Saved
 from ._step import Arrays, inverse_sqrt, make_step
 
 __all__ = ["Model"]
@@ -23,8 +22,7 @@ class Model:
     """Multi-head attention as the settings describe it, on a backend and a device."""
 
     def __init__(self, config: Config, backend: str, device: str | None) -> None:
-        self.config = config
-        self.backend = registry.ready(backend)
+        self.config, self.backend = config, registry.ready(backend)
         self._layer = MultiHeadAttention(
             config.width, config.heads, seed=config.seed, dtype=config.dtype, backend=backend, device=device
         )
@@ -38,23 +36,25 @@ class Model:
         params = self._layer.parameters()
         return params, self._optimiser.init(params)
 
-    def restore(self, saved: Saved) -> tuple[Arrays, Arrays]:
-        """Return the parameters and optimiser state of a checkpoint.
-
-        Raises
-        ------
-        CheckpointError
-            If names, shapes or dtypes are not those of the layer.
-        """
-        params, state = self.start()
-        return self._fitted("parameters", saved.params, params), self._fitted("optimiser state", saved.state, state)
+    def fitted(self, what: str, stored: Mapping[str, np.ndarray[Any, Any]], expected: Arrays) -> Arrays:
+        """Return stored arrays on the backend, or raise where names, shapes or dtypes are not the expected ones."""
+        kinds, wanted = (
+            {name: (tuple(x.shape), dtype_name(x.dtype)) for name, x in d.items()} for d in (stored, expected)
+        )
+        if differing := sorted(name for name in {**kinds, **wanted} if kinds.get(name) != wanted.get(name)):
+            raise CheckpointError(
+                f"the checkpoint's {what} do not fit the layer that its settings describe; they differ in "
+                f"{', '.join(differing)}; use an undamaged checkpoint, or start a new run"
+            )
+        return {name: to_backend(stored[name], self.backend.name, self.device) for name in expected}
 
     def native(self, x: np.ndarray[Any, Any]) -> Array:
         """Return samples on the backend, in the dtype of the run."""
-        if self.config.dtype != "bfloat16":  # which NumPy itself does not have
-            return to_backend(np.asarray(x, dtype=self.config.dtype, order="C"), self.backend.name, self.device)
-        wide = to_backend(np.asarray(x, dtype="float32", order="C"), self.backend.name, self.device)
-        return self.backend.namespace().astype(wide, self.backend.dtype("bfloat16"))
+        dtype = self.config.dtype
+        host = np.asarray(x, dtype="float32" if dtype == "bfloat16" else dtype, order="C")
+        there = to_backend(host, self.backend.name, self.device)
+        # NumPy itself has no bfloat16.
+        return there if dtype != "bfloat16" else self.backend.namespace().astype(there, self.backend.dtype(dtype))
 
     def predict(self, params: Arrays, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the layer's output for samples ``(samples, sequence, width)``."""
@@ -72,18 +72,3 @@ class Model:
     def finite(self, params: Arrays) -> bool:
         """Say whether all parameters are finite."""
         return all(bool(np.all(np.isfinite(self.backend.to_numpy(x)))) for x in params.values())
-
-    def _fitted(self, what: str, stored: Mapping[str, np.ndarray[Any, Any]], expected: Arrays) -> Arrays:
-        """Return stored arrays on the backend, if they are the expected ones."""
-        differing = sorted(set(stored) ^ set(expected))
-        differing += [name for name in set(stored) & set(expected) if _kind(stored[name]) != _kind(expected[name])]
-        if differing:
-            raise CheckpointError(
-                f"the checkpoint's {what} do not fit the layer that its settings describe; they differ in "
-                f"{', '.join(differing)}; use an undamaged checkpoint, or start a new run"
-            )
-        return {name: to_backend(stored[name], self.backend.name, self.device) for name in expected}
-
-
-def _kind(x: Array) -> tuple[tuple[int, ...], str]:
-    return tuple(x.shape), dtype_name(x.dtype)

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,26 +16,11 @@ from ..errors import DTypeError, PolyattnError, ShapeError
 from ._config import OptionError
 from ._task import ORDER, Pairs, generator
 
-__all__ = ["DataError", "Epochs", "Samples", "load_npz"]
+__all__ = ["DataError", "Epochs", "digest", "expect_range", "load_npz"]
 
 
 class DataError(PolyattnError, ValueError):
     """A data file that cannot be read, or holds something else than samples."""
-
-
-class Samples(NamedTuple):
-    """``X`` and ``Y``, both ``(samples, sequence, width)``, and a digest of their content."""
-
-    x: np.ndarray[Any, Any]
-    y: np.ndarray[Any, Any]
-    digest: str
-
-    def check_range(self, dtype: str) -> None:
-        """Raise DTypeError if a number is too large for the dtype in which the run computes."""
-        largest = np.finfo("float32" if dtype == "bfloat16" else dtype).max  # bfloat16 reaches as far as float32
-        for name, array in (("X", self.x), ("Y", self.y)):
-            if np.abs(array).max() > largest:
-                raise DTypeError(f"--data: {name} holds numbers too large for {dtype}; use --dtype float32 or float64")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,18 +44,9 @@ class Epochs:
         return self.x, self.y
 
 
-def load_npz(path: str) -> Samples:
-    """Read and check ``X`` and ``Y``, both ``(samples, sequence, features)``.
-
-    Raises
-    ------
-    OptionError
-        If there is no such file.
-    DataError, ShapeError, DTypeError
-        If it is damaged or no npz file, lacks an array, or holds samples that cannot be trained on.
-    """
+def load_npz(path: str) -> Pairs:
+    """Read ``X`` and ``Y``, or raise what is wrong with the file or with them."""
     arrays = _read(path)
-    x, y = arrays["X"], arrays["Y"]
     for name, array in arrays.items():
         where = f"{path}: {name}"
         if array.dtype.kind != "f":
@@ -79,16 +55,30 @@ def load_npz(path: str) -> Samples:
             raise ShapeError(f"{where}: expected shape (samples, sequence, features), got {array.shape}")
         if 0 in array.shape:
             raise ShapeError(f"{where}: expected at least one sample, position and feature, got shape {array.shape}")
+    x, y = arrays["X"], arrays["Y"]
     if y.shape != x.shape:
         raise ShapeError(f"{path}: Y: expected the shape of X, {x.shape}, got {y.shape}")
     for name, array in arrays.items():
-        if not np.isfinite(array).all():
-            raise DataError(f"{path}: {name}: expected finite numbers, got NaN or infinity in {_first_bad(array)}")
-    digest = hashlib.sha256()
-    for array in (x, y):
-        digest.update(f"{array.dtype.str} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return Samples(x, y, digest.hexdigest())
+        if (bad := np.argwhere(~np.isfinite(array))).size:
+            raise DataError(f"{path}: {name}: expected finite numbers, got NaN or infinity in sample {bad[0][0]}")
+    return x, y
+
+
+def expect_range(pairs: Pairs, dtype: str) -> None:
+    """Raise DTypeError if a number is too large for the dtype in which the run computes."""
+    largest = np.finfo("float32" if dtype == "bfloat16" else dtype).max  # bfloat16 reaches as far as float32
+    for name, array in zip("XY", pairs, strict=True):
+        if np.abs(array).max() > largest:
+            raise DTypeError(f"--data: {name} holds numbers too large for {dtype}; use --dtype float32 or float64")
+
+
+def digest(pairs: Pairs) -> str:
+    """Return a digest of the content of samples."""
+    found = hashlib.sha256()
+    for array in pairs:
+        found.update(f"{array.dtype.str} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 def _read(path: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -96,26 +86,19 @@ def _read(path: str) -> dict[str, np.ndarray[Any, Any]]:
         raise OptionError(f"--data: there is no file {path}")
     try:
         with open(path, "rb") as file:
-            if not zipfile.is_zipfile(path):  # a single array, a text: what np.load says of these leads astray
+            if not zipfile.is_zipfile(path):  # np.load's own message about another kind of file is misleading
                 raise ValueError("it is no archive of arrays, or a truncated one")
             archive = np.load(file, allow_pickle=False)
-            missing = [name for name in ("X", "Y") if name not in archive]
-            if missing:
+            if missing := " and ".join(name for name in "XY" if name not in archive):
                 found = ", ".join(archive.files) or "nothing"
-                raise DataError(
-                    f"{path}: expected arrays X and Y, missing {' and '.join(missing)}; the file has {found}"
-                )
-            return {name: archive[name] for name in ("X", "Y")}
+                raise DataError(f"{path}: expected arrays X and Y, missing {missing}; the file has {found}")
+            return {name: archive[name] for name in "XY"}
     except DataError:
         raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as cause:
         raise DataError(
             f"{path}: not a readable npz file of numbers ({cause}); write it with numpy.savez(file, X=..., Y=...)"
         ) from cause
-
-
-def _first_bad(array: np.ndarray[Any, Any]) -> str:
-    return f"sample {int(np.argwhere(~np.isfinite(array))[0][0])}"
 
 
 @lru_cache(maxsize=1)

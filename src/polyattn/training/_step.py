@@ -18,7 +18,6 @@ __all__ = ["Step", "inverse_sqrt", "make_step"]
 Arrays = dict[str, Array]
 Step = Callable[[Arrays, Arrays, Array, Array], tuple[Arrays, Arrays, Array]]
 
-WARMUP = 200
 CLIP = 1.0
 
 
@@ -34,7 +33,7 @@ class inverse_sqrt:
     """
 
     peak: float
-    warmup: int = WARMUP
+    warmup: int = 200
 
     def __call__(self, step: Any) -> Any:
         """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Data", "Pairs", "PointerCopy", "generator"]
+__all__ = ["Pairs", "PointerCopy", "generator"]
 
 Pairs = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Inputs and targets, both (samples, sequence, width)."""
 
 TRAINING, HELD_OUT, ORDER = range(3)  # what a random stream is for
 
 
-class Data(Protocol):
-    """Where a run's samples come from. Every method is a pure function, so that a resumed run goes on exactly."""
-
-    @property
-    def evaluated_on(self) -> str:
-        """What the run is measured on, in words."""
-        ...
-
-    def batch(self, step: int) -> Pairs:
-        """Return the inputs and targets ``(batch, sequence, width)`` of a step."""
-        ...
-
-    def evaluation(self) -> Pairs:
-        """Return the inputs and targets on which the run is measured."""
-        ...
-
-
 @dataclass(frozen=True)
 class PointerCopy:
-    """Sequences of standard normal rows; the target repeats the row whose first feature is the largest."""
+    """Sequences of standard normal rows, float64 and the same on every backend."""
 
     sequence: int
     width: int
@@ -42,7 +26,7 @@ class PointerCopy:
     evaluated_on: str = "held-out samples"
 
     def batch(self, step: int) -> Pairs:
-        """Return the samples of a step: float64, the same on every backend."""
+        """Return the samples of a step; a pure function, so that a resumed run continues exactly."""
         return self._draw(self.samples, TRAINING, step)
 
     def evaluation(self) -> Pairs:
@@ -51,8 +35,7 @@ class PointerCopy:
 
     def _draw(self, samples: int, stream: int, index: int) -> Pairs:
         x = generator(self.seed, stream, index).standard_normal((samples, self.sequence, self.width))
-        winner = np.argmax(x[:, :, 0], axis=1)  # (samples,)
-        rows = x[np.arange(samples), winner]  # (samples, width)
+        rows = x[np.arange(samples), np.argmax(x[:, :, 0], axis=1)]  # (samples, width)
         return x, np.broadcast_to(rows[:, None, :], x.shape)
 
 
