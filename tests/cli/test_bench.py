@@ -19,6 +19,7 @@ from polyattn.bench import Case, Memory, Report, Shape, compare, parse_shape, ra
 from polyattn.bench import _compare as compare_module
 from polyattn.bench import _race as race_module
 from polyattn.bench._contestant import Contestant, Peer
+from polyattn.bench._memory import device_memory
 
 SMALL = Shape(2, 3, 16, 16, 8)
 TURN = 1e3 / 64  # milliseconds, without a rounding
@@ -252,6 +253,27 @@ def test_memory_is_that_of_the_call() -> None:
 def test_memory_of_a_device_is_not_made_up() -> None:
     with pytest.raises(pa.PolyattnError, match="says nothing of cuda:0"):
         bench.peak_memory("plain-numpy", Case("attention", "forward", SMALL), "numpy", "cuda:0", 1)
+
+
+def test_memory_of_a_device_is_what_its_allocators_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"cupy": 512, "torch": 100, "peak": 9000}
+
+    def run() -> None:
+        held["cupy"] += 4096
+        held["peak"] = held["torch"] + 1000
+
+    pool = SimpleNamespace(free_all_blocks=lambda: held.update(cupy=256), total_bytes=lambda: held["cupy"])
+    cuda = SimpleNamespace(
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: held.update(peak=held["torch"]),
+        memory_allocated=lambda: held["torch"],
+        max_memory_allocated=lambda: held["peak"],
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert device_memory(run) == 4096 + 1000
+    monkeypatch.delitem(sys.modules, "torch")
+    assert device_memory(run) == 4096
 
 
 # ---- the command line --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -83,7 +84,7 @@ def device_memory(run: Callable[[], Any]) -> int:
 
 
 def measure(order: str) -> None:
-    """Measure in this process as :func:`peak_memory` orders, and print it."""
+    """Measure in this process as :func:`peak_memory` orders, print it, and end the process."""
     asked = json.loads(order)
     name, backend, threads = asked["peer"], asked["backend"], asked["threads"]
     case = Case(**{**asked["case"], "shape": parse_shape(asked["case"]["shape"])})
@@ -91,7 +92,8 @@ def measure(order: str) -> None:
         peer = peer_named(name, backend)
         compiled = name in (OURS, JITTED) and compiles(registry.ready(backend))
         with limited(threads, torch="torch" in (backend, peer.library)), use_backend(backend, "cpu"):
-            print(json.dumps(_watched(peer, case, threads, compiled)))
+            print(json.dumps(_watched(peer, case, threads, compiled)), flush=True)
+    os._exit(0)  # at the interpreter's own end XLA's threads were seen to abort the process
 
 
 def _watched(peer: Peer, case: Case, threads: int, compiled: bool) -> Memory:
