@@ -5,6 +5,11 @@ there are, and who lacks one, stands in ``polyattn.backend.FEATURES`` and in the
 ``@pytest.mark.only("torch", reason=…)`` is for what looks at one plugin.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -39,6 +44,28 @@ ONCE = {
     "test_torch_training.py",
     "test_weight_files.py",
 }
+
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture(scope="session")
+def program():
+    """Return what runs ``tests/programs/NAME.py`` in a process of its own, and returns what it prints.
+
+    Of polyattn's and JAX's variables it has only those that are given.
+    """
+
+    def run(name, *arguments, timeout=240, **variables):
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("POLYATTN_", "JAX_"))}
+        done = subprocess.run(
+            [sys.executable, PROGRAMS / f"{name}.py", *arguments],
+            env={**inherited, **variables}, capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -76,10 +76,18 @@ class Site:
 
     def run(self, code: str, **environment: str) -> str:
         """Run code in a fresh interpreter that has these distributions, and return what it prints."""
+        return self._run("-c", textwrap.dedent(code), **environment)
+
+    def program(self, name: str, *arguments: str) -> str:
+        """Run ``tests/programs/NAME.py`` likewise."""
+        return self._run(str(Path(__file__).parents[1] / "programs" / f"{name}.py"), *arguments)
+
+    def _run(self, *command: str, **environment: str) -> str:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("POLYATTN_")}
+        path = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            env={**inherited, "PYTHONPATH": str(self.folder), **environment},
+            [sys.executable, *command],
+            env={**inherited, "PYTHONPATH": path, **environment},
             capture_output=True,
             text=True,
             timeout=60,

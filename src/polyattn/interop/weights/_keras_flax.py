@@ -201,7 +201,7 @@ def _entries(layer: Layer, table: Mapping[str, str], theirs: str, *lacks: str) -
     heads = {"q_proj": (q, layer.head_dim), "k_proj": (kv, layer.head_dim), "v_proj": (kv, layer.value_dim)}
     entries, own = [], layer.parameters()
     for name in (name for name in table if name in own):
-        # The axis of the heads is a part of the last axis of the in-projections, and of the first of the out-projection.
+        # The axis of the heads is part of the last axis of an in-projection, and of the first of the out-projection.
         shape = (*own[name].shape[:-1], *heads.get(name.partition(".")[0], own[name].shape[-1:]))
         shape = (q, layer.value_dim, *shape[1:]) if name == "out_proj.weight" else shape
         entries.append(Entry(table[name], (name,), shape=shape))
