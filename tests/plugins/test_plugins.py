@@ -29,7 +29,7 @@ def test_a_plugin_installed_later_is_found_after_refresh(site):
     np.testing.assert_array_equal(y, pa.functional.softmax(X))
     info = row("later")
     assert (info.state, info.distribution, info.version) == ("ready", "later-plugin", "1.2")
-    assert info.devices == ("cpu", "north")
+    assert info.devices == ("cpu", "north:0", "north:1", "west")
 
 
 def test_a_removed_plugin_is_gone_after_refresh(site):
@@ -59,9 +59,9 @@ def test_arrays_of_a_plugin_compute_there(site):
 def test_a_device_of_a_plugin(site):
     site.add("mylib")
     registry.refresh()
-    with pa.use_backend("mylib", device="NORTH") as selection:
-        assert selection.device == "north"
-        assert str(pa.functional.relu_forward(X)[1].place) == "mylib on north"
+    with pa.use_backend("mylib", device="WEST") as selection:
+        assert selection.device == "west"
+        assert str(pa.functional.relu_forward(X)[1].place) == "mylib on west"
 
 
 LIBRARY_OF_ALL = """
