@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._task import Pairs
+from ._samples import Pairs
 
 __all__ = ["measure", "positions"]
 

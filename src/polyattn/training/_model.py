@@ -1,21 +1,28 @@
-"""The layer, its optimiser and its step on one backend."""
+"""The layer, its optimiser and its step, the same code on every backend."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
-from .. import optim, registry
+from .. import functional, optim, registry
 from ..backend import Array, dtype_name
 from ..conversion import to_backend
 from ..errors import CheckpointError
 from ..layers import MultiHeadAttention
 from ._config import Config
-from ._step import Arrays, inverse_sqrt, make_step
 
-__all__ = ["Model"]
+__all__ = ["Arrays", "Model", "inverse_sqrt"]
+
+Arrays = dict[str, Array]
+Step = Callable[[Arrays, Arrays, Array, Array], tuple[Arrays, Arrays, Array]]
+
+CLIP = 1.0
 
 
 class Model:
@@ -29,7 +36,7 @@ class Model:
         self.device = self._layer.device
         self.schedule = inverse_sqrt(config.learning_rate)
         self._optimiser = optim.AdamW(self.schedule, weight_decay=config.weight_decay)
-        self.step = self.backend.jit(make_step(self._layer, self._optimiser))
+        self.step = self.backend.jit(_make_step(self._layer, self._optimiser))
 
     def start(self) -> tuple[Arrays, Arrays]:
         """Return the initial parameters and optimiser state."""
@@ -72,3 +79,43 @@ class Model:
     def finite(self, params: Arrays) -> bool:
         """Say whether all parameters are finite."""
         return all(bool(np.all(np.isfinite(self.backend.to_numpy(x)))) for x in params.values())
+
+
+@dataclass(frozen=True)
+class inverse_sqrt:
+    """A linear rise, then a fall with the square root of the step: it needs no last step, so a run can be lengthened.
+
+    ``peak · min((step + 1) / warmup, √(warmup / (step + 1)))``
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 5.3, with the peak in place of ``d_model``.
+    """
+
+    peak: float
+    warmup: int = 200
+
+    def __call__(self, step: Any) -> Any:
+        """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
+        if isinstance(step, numbers.Real):
+            return float(self(np.asarray(step, dtype=np.float64)))
+        xp = array_namespace(step)
+        now = (step + 1.0) / self.warmup
+        return xp.minimum(now, 1.0 / xp.sqrt(now)) * self.peak
+
+
+def _make_step(layer: Any, optimiser: optim.AdamW) -> Step:
+    """Return ``params, state, loss = step(params, state, x, y)`` for a layer's architecture."""
+
+    def step(params: Arrays, state: Arrays, x: Array, y: Array) -> tuple[Arrays, Arrays, Array]:
+        model = layer.with_parameters(params)
+        prediction, cache = model.forward(x)
+        loss, loss_cache = functional.mse_loss_forward(prediction, y)
+        dloss = array_namespace(loss).ones_like(loss)
+        dprediction = functional.mse_loss_backward(dloss, loss_cache).prediction
+        _, grads = model.backward(dprediction, cache, inputs=False)
+        grads, _ = optim.clip_by_global_norm(grads, CLIP)
+        params, state = optimiser.update(grads, state, params)
+        return params, state, loss
+
+    return step

@@ -19,12 +19,10 @@ from ..selection import Selection, get_backend, selected, use_backend
 from ._config import Config, OptionError, resolve
 from ._folder import Folder, Saved, new_folder
 from ._measure import measure, positions
-from ._model import Model
-from ._npz import Epochs, digest, expect_range, load_npz
+from ._model import Arrays, Model
 from ._pictures import draw_pictures
 from ._progress import Reporter
-from ._step import Arrays
-from ._task import PointerCopy
+from ._samples import Epochs, PointerCopy, digest, expect_range, load_npz
 
 __all__ = ["DivergedError", "train"]
 

@@ -1,4 +1,4 @@
-"""The user's own samples: ``X`` and ``Y`` of an npz file."""
+"""The samples of a run: the pointer-copy task, or ``X`` and ``Y`` of the user's npz file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,44 @@ import numpy as np
 
 from ..errors import DTypeError, PolyattnError, ShapeError
 from ._config import OptionError
-from ._task import ORDER, Pairs, generator
 
-__all__ = ["DataError", "Epochs", "digest", "expect_range", "load_npz"]
+__all__ = ["DataError", "Epochs", "Pairs", "PointerCopy", "digest", "expect_range", "load_npz"]
+
+Pairs = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Inputs and targets, both (samples, sequence, width)."""
+
+TRAINING, HELD_OUT, ORDER = range(3)  # what a random stream is for
 
 
 class DataError(PolyattnError, ValueError):
     """A data file that cannot be read, or holds something else than samples."""
+
+
+@dataclass(frozen=True)
+class PointerCopy:
+    """Find the row with the largest first feature, and copy it to every position.
+
+    Rows are standard normal numbers in float64, the same on every backend.
+    """
+
+    sequence: int
+    width: int
+    samples: int
+    seed: int
+    evaluated_on: str = "held-out samples"
+
+    def batch(self, step: int) -> Pairs:
+        """Return the samples of a step; a pure function, so that a resumed run continues exactly."""
+        return self._draw(self.samples, TRAINING, step)
+
+    def evaluation(self) -> Pairs:
+        """Return 1024 samples that no step trains on."""
+        return self._draw(1024, HELD_OUT, 0)
+
+    def _draw(self, samples: int, stream: int, index: int) -> Pairs:
+        x = _generator(self.seed, stream, index).standard_normal((samples, self.sequence, self.width))
+        rows = x[np.arange(samples), np.argmax(x[:, :, 0], axis=1)]  # (samples, width)
+        return x, np.broadcast_to(rows[:, None, :], x.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,4 +134,9 @@ def _read(path: str) -> dict[str, np.ndarray[Any, Any]]:
 
 @lru_cache(maxsize=1)
 def _order(seed: int, epoch: int, samples: int) -> np.ndarray[Any, Any]:
-    return generator(seed, ORDER, epoch).permutation(samples)
+    return _generator(seed, ORDER, epoch).permutation(samples)
+
+
+def _generator(seed: int, stream: int, index: int) -> np.random.Generator:
+    """Return the random generator of one purpose and one step or epoch."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, index))))
