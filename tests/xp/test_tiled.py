@@ -163,9 +163,9 @@ def test_every_score_is_in_one_tile():
 
 
 def _problem(q, k, **arguments):
-    from polyattn.functional._arguments import checked, make_problem
+    from polyattn.functional._arguments import checked_call, make_problem
 
-    arrays, options = checked(q, k, k, **arguments)
+    arrays, options = checked_call(q, k, k, **arguments)
     given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
     return make_problem(pa.registry.ready("numpy"), q, "cpu", **given)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import polyattn as pa
-from polyattn.functional._arguments import checked, make_problem
+from polyattn.functional._arguments import checked_call, make_problem
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
@@ -63,7 +63,7 @@ def run(inputs, dout, dlse=None, kernel="fused", **arguments):
 
 def problem_of(*shapes, dtype=torch.float32, device=None, **arguments):
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-    arrays, options = checked(q, k, v, **arguments)
+    arrays, options = checked_call(q, k, v, **arguments)
     given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
     return make_problem(pa.registry.ready("torch"), q, device or "cpu", **given)
 

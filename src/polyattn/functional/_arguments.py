@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,20 +22,27 @@ class Arguments(NamedTuple):
     """The checked arguments of one attention call, both parts named like the fields of :class:`Problem`."""
 
     arrays: dict[str, Array]
-    """q, k, v and the other arrays that were given. ``bias`` is the table of a structured bias that has one."""
+    """The arrays that were given, q, k and v among them. ``bias`` is the table of a structured bias that has one."""
     options: dict[str, Any]
     """What is static."""
 
 
-def checked(
-    q: Array, k: Array, v: Array | None, *, mask: Any = None, bias: Any = None, causal: bool = False,
+def checked_call(q: Array, k: Array, v: Array, **arguments: Any) -> Arguments:
+    """Return the arrays and the static arguments of a call by name, or raise what is wrong with them."""
+    if v is None:
+        expect_arrays(v=v)
+    arrays, options = checked_options(checked_sizes(q, k, v), **arguments)
+    return Arguments({"q": q, "k": k, "v": v, **arrays}, options)
+
+
+def checked_options(
+    sizes: Sizes, *, mask: Any = None, bias: Any = None, causal: bool = False,
     q_offset: Any = None, window: Any = None, key_lengths: Any = None, segment_ids: Any = None,
     scale: float | None = None, softcap: float | None = None, sinks: Any = None, dropout: float = 0.0,
     seed: Any = None, kernel: str | None = None,
 ) -> Arguments:  # fmt: skip
-    """Return the arrays and the static arguments by name, or raise what is wrong with them."""
-    sizes = checked_sizes(q, k, v)
-    arrays: dict[str, Any] = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    """Return the arguments beside q, k and v for a problem of these sizes, or raise what is wrong with them."""
+    arrays: dict[str, Any] = {}
     options: dict[str, Any] = {
         "sizes": sizes, "causal": _checked_causal(causal), "scale": _checked_scale(scale, sizes.d_k), "kernel": kernel,
     }  # fmt: skip
@@ -62,12 +70,6 @@ def checked(
     return Arguments({name: x for name, x in arrays.items() if x is not None}, options)
 
 
-def checked_call(q: Array, k: Array, v: Array, **arguments: Any) -> Arguments:
-    """Check a call that has values; without them :func:`checked` is the call of the weights alone."""
-    expect_arrays(v=v)
-    return checked(q, k, v, **arguments)
-
-
 def make_problem(
     backend: Backend, q: Array, device: str | None, *, bias: Array | None = None,
     bias_structure: StructuredBias | None = None, **arguments: Any,
@@ -88,15 +90,15 @@ def expect_keywords(layer: str, arguments: dict[str, Any], *own: str) -> None:
             raise TypeError(f"{layer}: a call takes no argument {name!r}; it takes {taken}")
 
 
-KEYWORDS = tuple(inspect.signature(checked).parameters)[3:]
+KEYWORDS = tuple(inspect.signature(checked_options).parameters)[1:]
 
 
 def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
     """Return the axis lengths, once they fit together. Without v, d_v is 0."""
     named = {"q": q, "k": k} | ({} if v is None else {"v": v})
+    expect_one_dtype(**named)
     for name, x in named.items():
         expect_rank(name, x, 2)
-    expect_one_dtype(**named)
     (*q_batch, n_q, d_k), (*k_batch, n_k, _) = q.shape, k.shape
     if k.shape[-1] != d_k:
         raise ShapeError(f"k: expected (…, n_k, {d_k}) to match q's d_k={d_k}, got {tuple(k.shape)}")
@@ -106,17 +108,23 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
         if v_length != n_k:
             raise ShapeError(f"v: expected (…, {n_k}, d_v) to match k's n_k={n_k}, got {tuple(v.shape)}")
     # Two axes are one head.
-    (*q_lead, heads), (*k_lead, kv_heads), (*v_lead, v_heads) = (b or [1] for b in (q_batch, k_batch, v_batch))
+    (*q_lead, heads), (*k_lead, kv_heads), (*v_lead, v_heads) = q_batch or [1], k_batch or [1], v_batch or [1]
     if v_heads != kv_heads:
         raise ShapeError(f"v: expected {kv_heads} heads like k, got {v_heads}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ShapeError(f"q: expected a number of heads that is a multiple of k's {kv_heads}, got {heads}")
+    return Sizes(broadcast_lead(named, q_lead, k_lead, v_lead), heads, kv_heads, n_q, n_k, d_k, d_v)
+
+
+def broadcast_lead(named: Mapping[str, Array], q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape to which the leading axes of q, k and v broadcast; ``named`` are the arrays for the message."""
+    if q == k == v:
+        return tuple(q)
     try:
-        batch = broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
+        return broadcast_shapes(tuple(q), tuple(k), tuple(v))
     except ValueError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
         raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
-    return Sizes(batch, heads, kv_heads, n_q, n_k, d_k, d_v)
 
 
 def expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> None:

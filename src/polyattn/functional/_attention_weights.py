@@ -16,7 +16,7 @@ from ..kernels._plain import (
     sinks_gradient,
     sum_heads,
 )
-from ._arguments import checked, make_problem
+from ._arguments import checked_options, checked_sizes, make_problem
 from ._attention import AttentionGrads, with_head
 from ._dispatch import Operation, run
 
@@ -101,8 +101,9 @@ def attention_weights(
     array([[1. , 0. ],
            [0.5, 0.5]])
     """
-    arguments = checked(
-        q, k, None, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
-        segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
+    arrays, options = checked_options(
+        checked_sizes(q, k, None), mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window,
+        key_lengths=key_lengths, segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
+        seed=seed, kernel=kernel,
     )  # fmt: skip
-    return run(OPERATION, *arguments, backend)
+    return run(OPERATION, {"q": q, "k": k, **arrays}, options, backend)

@@ -7,6 +7,7 @@ the argument as it is used.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..backend import Array, dtype_name
@@ -42,19 +43,17 @@ def is_integer(x: Array) -> bool:
 
 def expect_floating(**arrays: Array | None) -> None:
     """Require arrays of a real floating dtype."""
-    for name, x in arrays.items():
-        if x is not None and _dtype_of(name, x) not in FLOAT_DTYPES:
-            raise DTypeError(
-                f"{name}: expected a floating dtype ({', '.join(FLOAT_DTYPES)}), got {dtype_name(x.dtype)}"
-            )
+    for name, dtype in _dtypes(arrays).items():
+        if dtype not in FLOATING:
+            raise DTypeError(f"{name}: expected a floating dtype ({', '.join(FLOAT_DTYPES)}), got {dtype}")
 
 
 def expect_dtype(dtype: str, whose: str, **arrays: Array | None) -> None:
     """Require floating arrays of one given dtype: ``whose`` it is, the message says."""
-    for name, x in arrays.items():
-        if x is not None and _dtype_of(name, x) != dtype:
-            expect_floating(**{name: x})
-            raise DTypeError(f"{name}: expected {dtype}, {whose} dtype, got {dtype_name(x.dtype)}")
+    for name, found in _dtypes(arrays).items():
+        if found != dtype:
+            expect_floating(**{name: arrays[name]})
+            raise DTypeError(f"{name}: expected {dtype}, {whose} dtype, got {found}")
 
 
 def checked_dtype(dtype: Any) -> str:
@@ -67,7 +66,7 @@ def checked_dtype(dtype: Any) -> str:
 
 def expect_one_dtype(**arrays: Array | None) -> None:
     """Require floating arrays of one and the same dtype."""
-    dtypes = {name: _dtype_of(name, x) for name, x in arrays.items() if x is not None}
+    dtypes = _dtypes(arrays)
     found = set(dtypes.values())
     if not found <= FLOATING:
         expect_floating(**arrays)
@@ -83,7 +82,8 @@ def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
 
 def expect_rank(name: str, x: Array, rank: int) -> None:
     """Require at least so many axes."""
-    _dtype_of(name, x)
+    if not hasattr(x, "ndim"):
+        raise _no_array(name, x)
     if x.ndim < rank:
         least = "1 axis" if rank == 1 else f"{rank} axes"
         raise ShapeError(f"{name}: expected at least {least}, got shape {tuple(x.shape)}")
@@ -92,7 +92,8 @@ def expect_rank(name: str, x: Array, rank: int) -> None:
 def expect_arrays(**arrays: Array) -> None:
     """Require arrays, where nothing else is known of them yet."""
     for name, x in arrays.items():
-        _dtype_of(name, x)
+        if not looks_like_array(x):
+            raise _no_array(name, x)
 
 
 def is_number(x: Any) -> bool:
@@ -106,8 +107,16 @@ def shown(x: Any) -> str:
     return text if len(text) <= 40 and "\n" not in text else type(x).__name__
 
 
-def _dtype_of(name: str, x: Array) -> str:
-    """Return the name of an array's dtype; BackendMismatchError where ``x`` is no array."""
-    if not looks_like_array(x):
-        raise BackendMismatchError(f"{name}: expected an array, got {type(x).__name__}")
-    return dtype_name(x.dtype)
+def _dtypes(arrays: Mapping[str, Array | None]) -> dict[str, str]:
+    """Return the names of the dtypes of the arrays that are given; BackendMismatchError where one is no array."""
+    dtypes = {}
+    for name, x in arrays.items():
+        if x is not None:
+            if not looks_like_array(x):
+                raise _no_array(name, x)
+            dtypes[name] = dtype_name(x.dtype)
+    return dtypes
+
+
+def _no_array(name: str, x: object) -> BackendMismatchError:
+    return BackendMismatchError(f"{name}: expected an array, got {type(x).__name__}")

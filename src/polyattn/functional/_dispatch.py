@@ -109,7 +109,7 @@ def compute(
 def to_compute_device(arrays: Arrays, backend: str | None = None) -> Placed:
     """Select where a call is computed, and move its arrays there."""
     home, place = places(arrays, backend)
-    return moved(arrays, home, place)
+    return Placed(dict(arrays), home, home) if place is home else moved(arrays, home, place)
 
 
 def places(arrays: Arrays, backend: str | None) -> tuple[Place, Place]:

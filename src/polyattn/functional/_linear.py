@@ -107,7 +107,8 @@ def linear_backward(dy: Array, cache: Cache) -> LinearGrads:
 
 
 def _check(x: Array, weight: Array, bias: Array | None) -> dict[str, Array | None]:
-    expect_arrays(x=x, weight=weight)
+    if x is None or weight is None:
+        expect_arrays(x=x, weight=weight)
     expect_one_dtype(x=x, weight=weight, bias=bias)
     expect_rank("x", x, 1)
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:

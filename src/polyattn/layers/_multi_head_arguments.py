@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backend import Array, Place
 from ..errors import ArgumentError, BackendMismatchError, ShapeError
-from ..functional._arguments import expect_keywords
-from ..functional._checks import ShapeDtype, shown
+from ..functional._arguments import (
+    Arguments,
+    broadcast_lead,
+    checked_options,
+    expect_broadcastable,
+    expect_keywords,
+)
+from ..functional._checks import ShapeDtype, expect_dtype, expect_rank, shown
 from ..functional._rotary_embedding import DEFAULT_BASE, Rotation, checked_rotation, expect_positions
-from ..kernels._arrays import broadcast_shapes
+from ..kernels import Sizes
 from ..kv_cache import KVCache, PagedKVCache, SlidingKVCache
+
+if TYPE_CHECKING:
+    from ._multi_head_attention import MultiHeadAttention
 
 NORMS = ("layer", "rms")
 ROTARY: dict[str, Any] = {"base": DEFAULT_BASE, "dim": None, "interleaved": False, "scaling": None}
@@ -38,27 +47,70 @@ def checked_rotary(rotary: Any, head_dim: int) -> tuple[dict[str, Any] | None, R
     return settings, checked_rotation(ShapeDtype((head_dim,), None), **settings)
 
 
-def sources(query: Array, key: Array | None, value: Array | None, value_is_query: bool = False) -> tuple[Array, Array]:
-    """Return what keys and values are projected from: a key that is None is the query, a value the query or the key."""
-    key = query if key is None else key
-    return key, value if value is not None else query if value_is_query else key
+class Inputs(NamedTuple):
+    """What a call projects to queries, keys and values, each array once."""
+
+    query: Array
+    key: Array | None = None
+    """None where it is the query."""
+    value: Array | None = None
+    """None where it is the query (``value_is_query``) or the key."""
+    value_is_query: bool = False
+
+    @property
+    def sources(self) -> tuple[Array, Array]:
+        """What keys and values are projected from."""
+        key = self.query if self.key is None else self.key
+        return key, self.value if self.value is not None else self.query if self.value_is_query else key
 
 
-def expect_matching(query: Array, key: Array, value: Array) -> None:
-    """Require what attention requires of q, k and v, under the names and in the shapes that the caller knows."""
-    if value.shape[-2] != key.shape[-2]:
-        raise ShapeError(f"value: expected key's n_k={key.shape[-2]} rows, got {tuple(value.shape)}")
-    try:
-        broadcast_shapes(*(tuple(x.shape[:-2]) for x in (query, key, value)))
-    except ValueError:
-        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
+def checked_inputs(
+    layer: MultiHeadAttention, query: Array, key: Array | None = None, value: Array | None = None
+) -> Inputs:
+    """Return the inputs, each array once, or raise what is wrong with them."""
+    expect_dtype(layer.dtype, "the layer's", query=query, key=key, value=value)
+    key = None if key is query else key
+    of_key, of_value = Inputs(query, key, value).sources
+    value_is_query = of_value is query
+    inputs = Inputs(query, key, None if value_is_query or of_value is of_key else value, value_is_query)
+    widths = {"query": layer.d_model, "key": layer.d_key, "value": layer.d_value}
+    for (name, width), x in zip(widths.items(), (query, of_key, of_value), strict=True):
+        if name == "query" or x is not query:
+            expect_rank(name, x, 2)
+        if x.shape[-1] != width:
+            raise ShapeError(f"{name}: expected (…, n, {width}), got {tuple(x.shape)}")
+    if of_value.shape[-2] != of_key.shape[-2]:
+        raise ShapeError(f"value: expected key's n_k={of_key.shape[-2]} rows, got {tuple(of_value.shape)}")
+    return inputs
+
+
+def checked_arguments(
+    layer: MultiHeadAttention, arguments: dict[str, Any], query: Array, key: Array | None = None,
+    value: Array | None = None,
+) -> Arguments:  # fmt: skip
+    """Return the arrays and the static arguments of a call by name, or raise what is wrong with them."""
+    positions = arguments.pop("positions", None)
+    expect_keywords(type(layer).__name__, arguments, "scale", *(("sinks",) if layer.sinks else ()))
+    inputs = checked_inputs(layer, query, key, value)
+    of_key, of_value = inputs.sources
+    rotated = {} if positions is None else checked_positions(positions, query, inputs.key, layer.rotation)
+    lead = (x.shape[:-2] for x in (query, of_key, of_value))
+    batch = broadcast_lead({"query": query, "key": of_key, "value": of_value}, *lead)
+    sizes = Sizes(
+        batch, layer.num_heads, layer.num_kv_heads, query.shape[-2], of_key.shape[-2], layer.head_dim, layer.value_dim
+    )
+    if layer.window is not None:
+        arguments = {"window": layer.window, **arguments}
+    arrays, options = checked_options(sizes, scale=layer.score_scale(), **arguments)
+    if layer.rotation is not None and positions is None and "q_offset" in arrays:
+        expect_broadcastable("q_offset", arrays["q_offset"], tuple(query.shape[:-2]), "query's leading axes")
+    given = {"query": query, "key": inputs.key, "value": inputs.value, **arrays, **rotated}
+    options["value_is_query"] = inputs.value_is_query
+    return Arguments({name: x for name, x in given.items() if x is not None}, options)
 
 
 def checked_positions(positions: Any, query: Array, key: Array | None, rotation: Rotation | None) -> dict[str, Array]:
     """Return the positions of the queries and of the keys by name, where they are given."""
-    if positions is None:
-        return {}
     if rotation is None:
         raise ArgumentError("positions: expected none, since the layer has no rotary embedding")
     if not isinstance(positions, tuple | list):
@@ -72,19 +124,19 @@ def checked_positions(positions: Any, query: Array, key: Array | None, rotation:
     return {"positions": positions[0], "key_positions": positions[1]}
 
 
-def checked_decoding(
-    layer: str, cache: Any, place: Place, arguments: dict[str, Any], window: Any, sinks: bool
-) -> dict[str, Any]:
+def checked_decoding(layer: MultiHeadAttention, cache: Any, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the cache's attention, once the cache and they are what a layer can decode with."""
     if not isinstance(cache, KVCache | PagedKVCache | SlidingKVCache):
         raise ArgumentError(f"cache: expected a KVCache or one of its kinds, got {type(cache).__name__}")
     if cache.place.backend is not place.backend or cache.place.device != place.device:
         raise BackendMismatchError(f"cache: expected one on {place}, to which the layer is bound, got {cache!r}")
-    expect_keywords(f"{layer}.decode", arguments, "scale", *cache.OWN, *(("sinks",) if sinks else ()))
-    if window is None or "window" in arguments:
-        return arguments
-    if not isinstance(cache, SlidingKVCache):
-        return {"window": window, **arguments}
-    if window[0] != cache.window - 1:
-        raise ArgumentError(f"cache: expected one that slides over the layer's window {window}, got {cache.window}")
-    return arguments
+    own = ("scale", *cache.OWN, *(("sinks",) if layer.sinks else ()))
+    expect_keywords(f"{type(layer).__name__}.decode", arguments, *own)
+    if layer.window is not None and "window" not in arguments:
+        if not isinstance(cache, SlidingKVCache):
+            arguments = {"window": layer.window, **arguments}
+        elif layer.window[0] != cache.window - 1:
+            raise ArgumentError(
+                f"cache: expected one that slides over the layer's window {layer.window}, got {cache.window}"
+            )
+    return {**arguments, "scale": layer.score_scale()}

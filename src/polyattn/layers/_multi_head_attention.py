@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..backend import Array, Backend, Cache, Place
+from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError, ShapeError
 from ..functional import _attention, _attention_weights, _linear
-from ..functional._arguments import Arguments, checked, checked_window, expect_broadcastable, expect_keywords
-from ..functional._checks import ShapeDtype, expect_rank, is_number
+from ..functional._arguments import checked_window
+from ..functional._checks import is_number
 from ..functional._norms import checked_eps
 from ..kv_cache import KVCache, PagedKVCache, SlidingKVCache
 from . import _heads
@@ -21,12 +21,12 @@ from ._initial import checked_sizes, generator
 from ._layer import Layer, named
 from ._layer_norm import LayerNorm
 from ._multi_head_arguments import (
+    Inputs,
+    checked_arguments,
     checked_decoding,
+    checked_inputs,
     checked_norm,
-    checked_positions,
     checked_rotary,
-    expect_matching,
-    sources,
 )
 from ._projection import Projection
 from ._rms_norm import RMSNorm
@@ -150,7 +150,7 @@ class MultiHeadAttention(Layer):
         if scale not in (None, "model") and not (is_number(scale) and math.isfinite(float(scale))):
             raise ArgumentError(f"scale: expected a number, 'model' or None, got {scale!r}")
         self.bias, self.scale, self.sinks = bool(bias), scale, bool(sinks)
-        self.rotary, self._rotation = checked_rotary(rotary, self.head_dim)
+        self.rotary, self.rotation = checked_rotary(rotary, self.head_dim)
         self.qk_norm = None if qk_norm is None else checked_norm("qk_norm", qk_norm)
         self.qk_norm_eps = checked_eps(qk_norm_eps)
         self.window = None if window is None else checked_window(window)
@@ -190,14 +190,14 @@ class MultiHeadAttention(Layer):
         -------
         array (…, n_q, d_model)
         """
-        arrays, options = self.checked_arguments(query, arguments, key, value)
+        arrays, options = checked_arguments(self, arguments, query, key, value)
         return self._call(arrays, **options)
 
     def forward(
         self, query: Array, key: Array | None = None, value: Array | None = None, **arguments: Any
     ) -> tuple[Array, Cache]:
         """Return ``(y, cache)``; arguments as when the layer is called."""
-        arrays, options = self.checked_arguments(query, arguments, key, value)
+        arrays, options = checked_arguments(self, arguments, query, key, value)
         return self._call_with_cache(arrays, **options)
 
     def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[AttentionInputs, dict[str, Array]]:
@@ -227,8 +227,8 @@ class MultiHeadAttention(Layer):
         array (B, n, d_model), and the cache
             Token by token what the layer's call with ``causal=True`` gives of the whole. No gradient is recorded.
         """
-        arguments = self.decoding_arguments(cache, self._place, arguments)
-        self._expect_inputs(query, None, None)
+        arguments = checked_decoding(self, cache, self._place, arguments)
+        checked_inputs(self, query)
         placed, native = self._placed({"query": query}), self._place.backend
         with native.scope():
             y, following = self.native_decode(native, placed.arrays["query"], cache, arguments)
@@ -236,7 +236,7 @@ class MultiHeadAttention(Layer):
 
     def attention_weights(self, query: Array, key: Array | None = None, **arguments: Any) -> Array:
         """Return the weights (…, H, n_q, n_k) that each head gives, before dropout; for looking at."""
-        arrays, options = self.checked_arguments(query, arguments, key)
+        arrays, options = checked_arguments(self, arguments, query, key)
         placed, native = self._placed(arrays), self._place.backend
         with native.scope():
             weights = self._native_weights(native, **placed.arrays, **options)
@@ -250,7 +250,7 @@ class MultiHeadAttention(Layer):
         **attention: Any,
     ) -> tuple[Array, Saved]:  # fmt: skip
         """Project, split into heads, attend, join the heads, project."""
-        of_key, of_value = sources(query, key, value, value_is_query)
+        of_key, of_value = Inputs(query, key, value, value_is_query).sources
         q, q_proj = self.q_proj.native_forward(backend, query)  # (…, n_q, H·d_k)
         k, k_proj = self.k_proj.native_forward(backend, of_key)  # (…, n_k, H_kv·d_k)
         v, v_proj = self.v_proj.native_forward(backend, of_value)  # (…, n_k, H_kv·d_v)
@@ -317,67 +317,18 @@ class MultiHeadAttention(Layer):
     def _q_heads(
         self, backend: Backend, q: Array, positions: Array | None, offset: int | Array
     ) -> tuple[Array, _heads.Saved]:
-        return _heads.forward(backend, q, self.num_heads, self.q_norm, self._rotation, positions, offset)
+        return _heads.forward(backend, q, self.num_heads, self.q_norm, self.rotation, positions, offset)
 
     def _k_heads(
         self, backend: Backend, k: Array, positions: Array | None, offset: int | Array
     ) -> tuple[Array, _heads.Saved]:
-        return _heads.forward(backend, k, self.num_kv_heads, self.k_norm, self._rotation, positions, offset)
+        return _heads.forward(backend, k, self.num_kv_heads, self.k_norm, self.rotation, positions, offset)
 
     def _head_norm(self, **shared: Any) -> LayerNorm | RMSNorm | None:
         if self.qk_norm == "layer":
             return LayerNorm(self.head_dim, eps=self.qk_norm_eps, bias=False, **shared)
         return RMSNorm(self.head_dim, eps=self.qk_norm_eps, **shared) if self.qk_norm == "rms" else None
 
-    # ---- arguments -----------------------------------------------------------------------------------------------
-
-    def decoding_arguments(self, cache: Any, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Check what the layer is to decode with, and return the arguments of the cache's attention."""
-        own = checked_decoding(type(self).__name__, cache, place, arguments, self.window, self.sinks)
-        return {**own, "scale": self._scale()}
-
-    def checked_arguments(
-        self, query: Array, arguments: dict[str, Any], key: Array | None = None, value: Array | None = None
-    ) -> Arguments:
-        """Check a call, and divide it into arrays and static arguments."""
-        positions = arguments.pop("positions", None)
-        expect_keywords(type(self).__name__, arguments, "scale", *(("sinks",) if self.sinks else ()))
-        key, value, value_is_query = self._expect_inputs(query, key, value)
-        of_key, of_value = sources(query, key, value, value_is_query)
-        rotated = checked_positions(positions, query, key, self._rotation)
-        heads = (
-            (query, self.num_heads, self.head_dim), (of_key, self.num_kv_heads, self.head_dim),
-            (of_value, self.num_kv_heads, self.value_dim),
-        )  # fmt: skip
-        q, k, v = (ShapeDtype((*x.shape[:-2], n, x.shape[-2], d), x.dtype) for x, n, d in heads)
-        arrays, options = checked(q, k, v, scale=self._scale(), **{"window": self.window, **arguments})
-        for name in "qkv":
-            del arrays[name]
-        if self._rotation is not None and positions is None and "q_offset" in arrays:
-            expect_broadcastable("q_offset", arrays["q_offset"], tuple(query.shape[:-2]), "query's leading axes")
-        inputs = {"query": query, "key": key, "value": value}
-        given = {name: x for name, x in inputs.items() if x is not None}
-        return Arguments({**given, **arrays, **rotated}, {**options, "value_is_query": value_is_query})
-
-    def _scale(self) -> float | None:
+    def score_scale(self) -> float | None:
+        """Return what scores are multiplied by; None is attention's own default."""
         return 1 / math.sqrt(self.d_model) if isinstance(self.scale, str) else self.scale
-
-    def _expect_inputs(
-        self, query: Array, key: Array | None, value: Array | None
-    ) -> tuple[Array | None, Array | None, bool]:
-        """Check the inputs; return key and value, None for one given before, and whether the value is the query."""
-        expect_rank("query", query, 2)
-        key = None if key is query else key
-        of_key, of_value = sources(query, key, value)
-        value_is_query = of_value is query
-        value = None if value_is_query or of_value is of_key else value
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x is not None:
-                self._expect_dtype(**{name: x})
-                expect_rank(name, x, 2)
-        widths = {"query": (query, self.d_model), "key": (of_key, self.d_key), "value": (of_value, self.d_value)}
-        for name, (x, width) in widths.items():
-            if x.shape[-1] != width:
-                raise ShapeError(f"{name}: expected (…, n, {width}), got {tuple(x.shape)}")
-        expect_matching(query, of_key, of_value)
-        return key, value, value_is_query

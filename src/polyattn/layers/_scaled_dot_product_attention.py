@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ..functional import AttentionGrads, _attention
-from ..functional._arguments import Arguments, checked, expect_keywords
+from ..functional._arguments import Arguments, checked_call, expect_keywords
 from ..functional._checks import is_number
 from ._layer import Layer
 
@@ -97,4 +97,4 @@ class ScaledDotProductAttention(Layer):
     def _checked(self, q: Array, k: Array, v: Array, arguments: dict[str, Any]) -> Arguments:
         expect_keywords(type(self).__name__, arguments)
         self._expect_dtype(q=q, k=k, v=v)
-        return checked(q, k, v, **{"scale": self.scale, **arguments})
+        return checked_call(q, k, v, **{"scale": self.scale, **arguments})

@@ -14,7 +14,7 @@ from ._feed_forward import FeedForward
 from ._initial import checked_sizes, generator
 from ._layer import Layer, named
 from ._layer_norm import LayerNorm
-from ._multi_head_arguments import checked_norm
+from ._multi_head_arguments import checked_arguments, checked_decoding, checked_norm
 from ._multi_head_attention import KeyValues, MultiHeadAttention
 from ._rms_norm import RMSNorm
 
@@ -146,7 +146,7 @@ class TransformerBlock(Layer):
 
         As :meth:`MultiHeadAttention.decode`; each block has a cache of its own.
         """
-        arguments = self.attention.decoding_arguments(cache, self._place, arguments)
+        arguments = checked_decoding(self.attention, cache, self._place, arguments)
         placed = self._placed(self._checked_input(x, self.d_model))
         native, following = self._place.backend, cache
 
@@ -231,5 +231,5 @@ class TransformerBlock(Layer):
         """Check a call, and divide it into arrays and static arguments."""
         inputs = self._checked_input(x, self.d_model)
         expect_rank("x", x, 2)
-        arrays, options = self.attention.checked_arguments(x, arguments)
+        arrays, options = checked_arguments(self.attention, arguments, x)
         return Arguments({**inputs, **{name: a for name, a in arrays.items() if name != "query"}}, options)
