@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ._generic import GenericBackend, namespace_of
 from ._plugin import Plugin, canonical, discover
 from .backend import Array, Backend, Status
 from .errors import BackendMismatchError, BackendUnavailableError, UnknownBackendError
+from .kernels._static import constant_result
 
 __all__ = [
     "BackendInfo", "known", "list_backends", "load", "looks_like_array", "names", "owner", "ready", "refresh",
@@ -124,6 +126,7 @@ def owner(x: Array, argument: str = "x") -> Backend:
     BackendUnavailableError
         If the plugin of its library is broken.
     """
+    _meet(type(x))
     owners = _registry.owners
     backend = owners.get(type(x))
     if backend is None:
@@ -199,9 +202,8 @@ def _find_owner(x: Array, argument: str) -> Backend:
         raise BackendMismatchError(f"{argument}: expected an array, got {type(x).__name__}")
     # The plugin named like the array's own package is asked first, then those that are loaded. Others are loaded,
     # which may take its time, only for an array that none of these knows; jax before them for an array of jaxlib.
-    packages = [canonical(kind.__module__.partition(".")[0]) for kind in type(x).__mro__]
-    plugins = _registry.discover()
-    namesake = next((plugins[package] for package in packages if package in plugins), None)
+    packages, plugins = _packages(type(x)), _registry.discover()
+    namesake = _namesake(packages, plugins)
     if namesake is not None and _owns(namesake.load(), x):
         return namesake.load()
     related = {name for name in plugins if any(package.startswith(name) for package in packages)}
@@ -218,6 +220,42 @@ def _find_owner(x: Array, argument: str) -> Backend:
         f"{argument}: expected an array of a known library, or one with a true __array_namespace__, "
         f"got {type(x).__module__}.{type(x).__qualname__}"
     )
+
+
+@constant_result
+def _meet(kind: type) -> None:
+    """Record who owns arrays of a type, where the type alone tells: torch.compile cannot trace the import of a plugin.
+
+    Subclasses are recorded with it, because torch.compile reads the owners once a program.
+    """
+    if kind in _registry.owners:
+        return
+    namesake = _namesake(_packages(kind), _registry.discover())
+    if namesake is not None and namesake.load().imported():
+        backend = namesake.load()
+        try:
+            base = type(backend.namespace().empty((0,)))
+        except Exception:  # the library cannot be used: _find_owner asks its plugin
+            return
+        if issubclass(kind, base):
+            _registry.owners.update(dict.fromkeys((kind, *_subclasses(base)), backend))
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    """Yield a type and all its subclasses."""
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _subclasses(subclass)
+
+
+def _packages(kind: type) -> list[str]:
+    """Return the top-level packages of a type and its bases, spelt as names of backends."""
+    return [canonical(base.__module__.partition(".")[0]) for base in kind.__mro__]
+
+
+def _namesake(packages: list[str], plugins: dict[str, Plugin]) -> Plugin | None:
+    """Return the plugin that is named like one of the packages."""
+    return next((plugins[package] for package in packages if package in plugins), None)
 
 
 def _owns(backend: Backend, x: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ShapeError
-from ._arrays import Array
+from ._arrays import Array, broadcasts
 from ._masks import as_int32
 from ._problem import Problem, Sizes
 from ._structure import StructuredMask
@@ -36,8 +36,7 @@ class BlockMask(StructuredMask):
         """Require blocks for all queries and keys, the last ones perhaps not filled."""
         *lead, n_q, n_k = self.grid
         want = tuple(-(-n // size) for n, size in zip((sizes.n_q, sizes.n_k), self.block_size, strict=True))
-        axes = zip(reversed(lead), reversed((*sizes.batch, sizes.heads)), strict=False)
-        if (n_q, n_k) != want or len(lead) > len(sizes.batch) + 1 or any(n not in (1, m) for n, m in axes):
+        if (n_q, n_k) != want or not broadcasts(tuple(lead), (*sizes.batch, sizes.heads)):
             raise ShapeError(
                 f"mask: expected blocks that broadcast to {(*sizes.batch, sizes.heads, *want)} for {sizes.n_q} queries "
                 f"and {sizes.n_k} keys in blocks of {self.block_size}, got {self.grid}"

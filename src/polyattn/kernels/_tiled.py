@@ -115,7 +115,7 @@ class TiledKernel:
 def tile_lengths(sizes: Sizes) -> tuple[int, int]:
     """Return how many queries and keys a tile has: square where it can be, all of them where they are few."""
     room = SCORES // max(math.prod(sizes.scores[:-2]), 1)
-    side = min(max(LEAST, math.isqrt(room) // 64 * 64), MOST)
+    side = next((n for n in range(MOST, LEAST, -64) if n * n <= room), LEAST)  # comparisons can be traced, isqrt not
     n_q = min(sizes.n_q, side)
     n_k = min(sizes.n_k, max(side, room // n_q // 64 * 64))
     return n_q, n_k
