@@ -128,18 +128,23 @@ def compiled(
         xp = native.namespace()
         seed = xp.asarray(settings.seed, dtype=xp.int32, device=native.native_device(settings.device))
         settings = settings._replace(seed=None)
-    return functools.partial(_compiled(function, native, settings), (*others, seed))
+    bind = _bound if type(native).jit is Backend.jit else _compiled  # torch.compile warns of a cache that it meets
+    return functools.partial(bind(function, native, settings), (*others, seed))
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(function: Callable[..., Any], native: Backend, settings: Settings) -> Callable[..., Any]:
+    return native.jit(_bound(function, native, settings))
+
+
+def _bound(function: Callable[..., Any], native: Backend, settings: Settings) -> Callable[..., Any]:
     """Return the function with everything static bound."""
 
     def run(inputs: tuple[Array | None, ...], *more: Any) -> Any:
         problem = make_problem(Place(native, settings.device), inputs, settings)
         return function(problem, inputs[:3], *more)
 
-    return native.jit(run)
+    return run
 
 
 def with_head(x: Array | None) -> Any:

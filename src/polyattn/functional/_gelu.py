@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ..kernels import cast, widen
+from ..kernels._static import concrete
 from ._erfc import erfc
 from ._operation import Operation, expect_floating
 
@@ -58,12 +59,12 @@ def density(xp: Any, x: Array, approximate: str) -> Array:
     """Return Φ′(x)."""
     if approximate == "none":
         return xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
-    tanh, x = _tanh(xp, x), xp.clip(x, -FAR, FAR)
+    tanh, x = _tanh(xp, x), xp.clip(x, -concrete(FAR), concrete(FAR))
     return (1 - tanh * tanh) * (ROOT / 2) * (1 + 3 * CUBIC * x * x)
 
 
 def _tanh(xp: Any, x: Array) -> Array:
-    x = xp.clip(x, -FAR, FAR)  # its cube stays finite
+    x = xp.clip(x, -concrete(FAR), concrete(FAR))  # its cube stays finite
     return xp.tanh(ROOT * (x + CUBIC * x * x * x))
 
 

@@ -230,7 +230,9 @@ def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: A
 
 
 @constant_result
-def _scaled(kind: type[RotaryScaling], state: tuple[Any, ...], dim: int, base: float) -> tuple[tuple[float, ...], float]:
+def _scaled(
+    kind: type[RotaryScaling], state: tuple[Any, ...], dim: int, base: float
+) -> tuple[tuple[float, ...], float]:
     """Return the frequencies and the magnitude of a scaling with these fields.
 
     It is made again from them, because what is made while torch compiles exists only in its trace.
