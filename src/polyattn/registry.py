@@ -202,8 +202,9 @@ def _find_owner(x: Array, argument: str) -> Backend:
         raise BackendMismatchError(f"{argument}: expected an array, got {type(x).__name__}")
     # The plugin named like the array's own package is asked first, then those that are loaded. Others are loaded,
     # which may take its time, only for an array that none of these knows; jax before them for an array of jaxlib.
-    packages, plugins = _packages(type(x)), _registry.discover()
-    namesake = _namesake(packages, plugins)
+    packages = [_package(kind) for kind in type(x).__mro__]
+    plugins = _registry.discover()
+    namesake = next((plugins[package] for package in packages if package in plugins), None)
     if namesake is not None and _owns(namesake.load(), x):
         return namesake.load()
     related = {name for name in plugins if any(package.startswith(name) for package in packages)}
@@ -224,38 +225,33 @@ def _find_owner(x: Array, argument: str) -> Backend:
 
 @constant_result
 def _meet(kind: type) -> None:
-    """Record who owns arrays of a type, where the type alone tells: torch.compile cannot trace the import of a plugin.
+    """Record who owns arrays of a library's own types: torch.compile cannot trace the import of a plugin.
 
-    Subclasses are recorded with it, because torch.compile reads the owners once a program.
+    All types of the library are recorded together, because torch.compile reads the owners once a program.
     """
-    if kind in _registry.owners:
+    package = _package(kind)
+    if kind in _registry.owners or package not in _registry.discover():
         return
-    namesake = _namesake(_packages(kind), _registry.discover())
-    if namesake is not None and namesake.load().imported():
-        backend = namesake.load()
-        try:
-            base = type(backend.namespace().empty((0,)))
-        except Exception:  # the library cannot be used: _find_owner asks its plugin
-            return
-        if issubclass(kind, base):
-            _registry.owners.update(dict.fromkeys((kind, *_subclasses(base)), backend))
+    backend = _registry.discover()[package].load()
+    try:
+        array = type(backend.namespace().empty((0,)))
+    except Exception:  # the library cannot be used: _find_owner asks its plugin
+        return
+    if issubclass(kind, array):
+        _registry.owners.update({x: backend for x in (kind, *_subclasses(array)) if _package(x) == package})
 
 
 def _subclasses(kind: type) -> Iterator[type]:
     """Yield a type and all its subclasses."""
     yield kind
-    for subclass in kind.__subclasses__():
+    subclasses: list[type] = kind.__subclasses__()
+    for subclass in subclasses:
         yield from _subclasses(subclass)
 
 
-def _packages(kind: type) -> list[str]:
-    """Return the top-level packages of a type and its bases, spelt as names of backends."""
-    return [canonical(base.__module__.partition(".")[0]) for base in kind.__mro__]
-
-
-def _namesake(packages: list[str], plugins: dict[str, Plugin]) -> Plugin | None:
-    """Return the plugin that is named like one of the packages."""
-    return next((plugins[package] for package in packages if package in plugins), None)
+def _package(kind: type) -> str:
+    """Return the top-level package of a type, spelt as the name of a backend."""
+    return canonical(kind.__module__.partition(".")[0])
 
 
 def _owns(backend: Backend, x: object) -> bool:

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from ..backend import Array, dtype_name
 from ..kernels import cast
-from ..kernels._static import concrete, constant_result
+from ..kernels._static import concrete, constant, constant_result
 
 __all__ = ["counted", "rotary_angles", "signed"]
 
+TAU = constant(math.tau)
 DIGIT = 2**12
 """Positions and frequencies are multiplied 12 bits by 12 bits: float32 holds the products exactly."""
 
@@ -33,7 +34,7 @@ def rotary_angles(xp: Any, positions: Array, frequencies: tuple[float, ...], dty
             product = digit * xp.asarray(part, dtype=dtype, device=device)
             revolutions = revolutions + (product - xp.round(product))
         revolutions = revolutions - xp.round(revolutions)
-    return math.tau * revolutions
+    return TAU() * revolutions
 
 
 @constant_result

@@ -230,12 +230,10 @@ def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: A
 
 
 @constant_result
-def _scaled(
-    kind: type[RotaryScaling], state: tuple[Any, ...], dim: int, base: float
-) -> tuple[tuple[float, ...], float]:
-    """Return the frequencies and the magnitude of a scaling with these fields.
+def _scaled(kind: type[RotaryScaling], state: Any, dim: int, base: float) -> tuple[tuple[float, ...], float]:
+    """Return the frequencies and the magnitude of a scaling of this type with these fields.
 
-    It is made again from them, because what is made while torch compiles exists only in its trace.
+    The scaling is created again, because an object that is created while torch compiles exists only in the trace.
     """
     scaling = object.__new__(kind)
     for name, value in state:

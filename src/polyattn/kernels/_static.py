@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import operator
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Value = TypeVar("Value")
 
-__all__ = ["concrete", "constant_result"]
+__all__ = ["concrete", "constant", "constant_result"]
 
 
 def constant_result(function: Function) -> Function:
@@ -22,17 +22,26 @@ def constant_result(function: Function) -> Function:
     return function
 
 
+def constant(value: Value) -> Callable[[], Value]:
+    """Return a function that returns a constant of a module.
+
+    With ``dynamic=True`` torch.compile makes floats of modules symbolic, and fails where two subgraphs, those of
+    two operations with a backward, read the same one.
+    """
+    return constant_result(lambda: value)
+
+
 def concrete(x: Any) -> Any:
-    """Return a number, or a tuple or list of them, by value where torch.compile has made them symbolic.
+    """Return a number, or a tuple, named tuple or list of them, by value where torch.compile has made them symbolic.
 
     The program is then compiled for these values, and again for others.
     """
     if isinstance(x, tuple):
-        return tuple([concrete(y) for y in x])
+        values = [concrete(y) for y in x]
+        return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
     if isinstance(x, list):
         return [concrete(y) for y in x]
-    if isinstance(x, float):
-        return math.ldexp(*math.frexp(x))  # the same number; torch.compile computes both on values alone
-    if isinstance(x, int) and not isinstance(x, bool):
-        return operator.index(x)
+    if isinstance(x, int | float) and not isinstance(x, bool):
+        ((value, _),) = itertools.groupby((x,))  # itself, in Python; torch.compile groups values, in a subgraph too
+        return value
     return x

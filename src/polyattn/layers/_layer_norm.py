@@ -9,6 +9,7 @@ import numpy as np
 from ..backend import Array, Cache
 from ..functional._layer_norm import _operation as layer_norm
 from ..functional._norms import checked_eps
+from ..kernels._static import concrete
 from ._initial import checked_sizes
 from ._layer import Layer
 
@@ -67,7 +68,7 @@ class LayerNorm(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x (…, features) normalised, and keep nothing."""
-        return self._call(self._of_width(x, self.features), {"eps": self.eps})
+        return self._call(self._of_width(x, self.features), {"eps": concrete(self.eps)})
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""

@@ -14,6 +14,7 @@ from ..functional import _attention_weights, _linear
 from ..functional._arguments import ARRAYS, checked, expect_broadcastable, expect_keywords
 from ..functional._norms import checked_eps
 from ..functional._operation import Operation, expect_rank, is_number
+from ..kernels._static import concrete
 from . import _decode, _heads, _multi_head, _norm
 from ._decode import KeyValues
 from ._heads import Outline, Plan, checked_positions, checked_rotary, expect_matching, sources
@@ -263,7 +264,8 @@ class MultiHeadAttention(Layer):
 
     def _plan(self, value_is_query: bool = False) -> Plan:
         return Plan(
-            self.num_heads, self.num_kv_heads, value_is_query, self.qk_norm, self.qk_norm_eps, self._rotation,
+            self.num_heads, self.num_kv_heads, value_is_query, self.qk_norm, concrete(self.qk_norm_eps),
+            concrete(self._rotation),
             self.sinks,
         )  # fmt: skip
 

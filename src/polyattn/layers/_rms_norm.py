@@ -9,6 +9,7 @@ import numpy as np
 from ..backend import Array, Cache
 from ..functional._norms import checked_eps
 from ..functional._rms_norm import _operation as rms_norm
+from ..kernels._static import concrete
 from ._initial import checked_sizes
 from ._layer import Layer
 
@@ -62,7 +63,7 @@ class RMSNorm(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x (…, features) normalised, and keep nothing."""
-        return self._call(self._of_width(x, self.features), {"eps": self.eps})
+        return self._call(self._of_width(x, self.features), {"eps": concrete(self.eps)})
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""

@@ -11,6 +11,7 @@ from ..backend import Array, Backend, Cache, Place
 from ..functional._arguments import ARRAYS, Settings
 from ..functional._norms import checked_eps
 from ..functional._operation import Operation, expect_rank
+from ..kernels._static import concrete
 from . import _decode, _feed_forward, _multi_head, _norm
 from ._decode import KeyValues
 from ._feed_forward import FeedForward
@@ -237,7 +238,7 @@ class TransformerBlock(Layer):
         arguments = self._attention._decoding(cache, self._place, arguments)
         trip = self._embark(self._of_width(x, self.d_model))
         native, following = self._place.backend, cache
-        own, around = self._arguments(), Around(self.norm_first, self.norm, self.eps)
+        own, around = self._arguments(), Around(self.norm_first, self.norm, concrete(self.eps))
         (norm1_w, norm1_b, norm2_w, norm2_b), of_feed_forward = own[:4], own[4 + HEADS :]
         of_attention = {name: p for name, p in zip(_multi_head.PARAMETERS, own[4:], strict=False) if p is not None}
         plan = self._attention._plan()
@@ -261,7 +262,7 @@ class TransformerBlock(Layer):
         expect_rank("x", x, 2)
         called, static = self._attention._sorted(x, None, None, arguments)
         inputs |= {name: array for name, array in called.items() if name not in ("query", "key", "value")}
-        around = Around(self.norm_first, self.norm, self.eps)
+        around = Around(self.norm_first, self.norm, concrete(self.eps))
         return inputs, {**static, "activation": self._feed_forward.activation, "around": around}
 
 
