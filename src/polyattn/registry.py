@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,8 @@ class _Registry:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.plugins: dict[str, Plugin] | None = None
-        self.owners: dict[type, Backend] = {}
+        self.owners: dict[type, str] = {}
+        self.backends: dict[str, Backend] = {}  # by the keys that owners has; all that there were
         self.generic: dict[int, Backend] = {}  # by the identity of the namespace, which the backend keeps alive
         self.ready: dict[str, Backend] = {}
 
@@ -126,12 +127,18 @@ def owner(x: Array, argument: str = "x") -> Backend:
     BackendUnavailableError
         If the plugin of its library is broken.
     """
-    _meet(type(x))
-    owners = _registry.owners
-    backend = owners.get(type(x))
-    if backend is None:
-        backend = owners[type(x)] = _find_owner(x, argument)
-    return backend
+    key = _owner_of(type(x))
+    return _registry.backends[_met(type(x), _find_owner(x, argument)) if key is None else key]
+
+
+@constant_result
+def _owner_of(kind: type) -> str | None:
+    """Return the key of the backend that owns arrays of a type, where that is known: met before, or a library's own.
+
+    torch.compile calls this, and traces neither the table of types nor the import of a plugin.
+    """
+    key = _registry.owners.get(kind)
+    return _namesake_of(kind) if key is None else key
 
 
 def looks_like_array(x: object) -> bool:
@@ -223,30 +230,25 @@ def _find_owner(x: Array, argument: str) -> Backend:
     )
 
 
-@constant_result
-def _meet(kind: type) -> None:
-    """Record who owns arrays of a library's own types: torch.compile cannot trace the import of a plugin.
-
-    All types of the library are recorded together, because torch.compile reads the owners once a program.
-    """
-    package = _package(kind)
-    if kind in _registry.owners or package not in _registry.discover():
-        return
-    backend = _registry.discover()[package].load()
+def _namesake_of(kind: type) -> str | None:
+    """Return the key of the backend that is named like the package of a type, if it makes arrays of that type."""
+    plugin = _registry.discover().get(_package(kind))
+    if plugin is None:
+        return None
+    backend = plugin.load()
     try:
-        array = type(backend.namespace().empty((0,)))
-    except Exception:  # the library cannot be used: _find_owner asks its plugin
-        return
-    if issubclass(kind, array):
-        _registry.owners.update({x: backend for x in (kind, *_subclasses(array)) if _package(x) == package})
+        own = issubclass(kind, type(backend.namespace().empty((0,))))
+    except Exception:  # the library cannot be used
+        return None
+    return _met(kind, backend) if own else None
 
 
-def _subclasses(kind: type) -> Iterator[type]:
-    """Yield a type and all its subclasses."""
-    yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for subclass in subclasses:
-        yield from _subclasses(subclass)
+def _met(kind: type, backend: Backend) -> str:
+    """Record who owns arrays of a type, and return the key of the backend."""
+    key = str(id(backend))
+    _registry.backends[key] = backend
+    _registry.owners[kind] = key
+    return key
 
 
 def _package(kind: type) -> str:
@@ -256,7 +258,7 @@ def _package(kind: type) -> str:
 
 def _owns(backend: Backend, x: object) -> bool:
     try:
-        return backend.imported() and backend.owns(x)
+        return any(module in sys.modules for module in backend.array_modules) and backend.owns(x)
     except Exception:
         return False
 

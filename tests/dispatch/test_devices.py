@@ -155,7 +155,7 @@ def test_two_host_devices_of_jax():
         with pa.use_backend("jax", device="cpu:1"), pa.transfers() as account:
             y, cache = F.softmax_forward(first)
             z = F.softmax(host)
-        assert y.devices() == {jax.devices()[0]} and cache.arrays[0].devices() == {jax.devices()[1]}
+        assert y.devices() == {jax.devices()[0]} and cache.saved.y.devices() == {jax.devices()[1]}
         assert type(z) is np.ndarray and z.flags.writeable and account.count == 4
         assert all(crossing.copied for crossing in account.crossings)
         try: pa.attention(first, second, first)

@@ -73,16 +73,16 @@ def test_an_integer_argument_alone_is_forbidden_too():
     """Narrowing is a crossing like any other: refused before it, counted after it."""
     run("""
         import numpy as np, polyattn as pa, jax.numpy as jnp
-        from polyattn.conversion import bring, place_of
+        from polyattn.conversion import move_argument, place_of
         labels = np.array([1, 2])
         home, place = place_of({"labels": labels}), place_of({"x": jnp.zeros(2)})
         with pa.transfers("forbid") as account:
-            try: bring(labels, place, name="labels", home=home)
+            try: move_argument(labels, place, name="labels", home=home)
             except pa.BackendMismatchError as error: assert str(error).startswith("labels: would go from numpy"), error
             else: raise AssertionError
         assert account.count == 0
         with pa.transfers() as account:
-            there = bring(labels, place, name="labels", home=home)
+            there = move_argument(labels, place, name="labels", home=home)
         assert there.dtype == "int32" and account.count == 1 and account.crossings[0].copied
         print("done")
     """)

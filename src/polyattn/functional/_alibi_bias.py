@@ -7,7 +7,7 @@ import math
 from ..errors import ArgumentError
 from ..kernels import AlibiBias
 from ..kernels._static import concrete
-from ._operation import is_number, shown
+from ._checks import is_number, shown
 
 __all__ = ["alibi_bias"]
 

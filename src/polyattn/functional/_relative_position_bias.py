@@ -6,7 +6,7 @@ from ..backend import Array
 from ..errors import ArgumentError, ShapeError
 from ..kernels import RelativePositionBias
 from ..kernels._static import concrete
-from ._operation import expect_floating, shown
+from ._checks import expect_floating, shown
 
 __all__ = ["relative_position_bias"]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..backend import Array, dtype_name
 from ..kernels import cast
-from ..kernels._static import concrete, constant, constant_result
+from ..kernels._static import constant, constant_result
 
 __all__ = ["counted", "rotary_angles", "signed"]
 
@@ -20,7 +20,7 @@ DIGIT = 2**12
 """Positions and frequencies are multiplied 12 bits by 12 bits: float32 holds the products exactly."""
 
 
-def rotary_angles(xp: Any, positions: Array, frequencies: tuple[float, ...], dtype: Any, device: Any) -> Array:
+def rotary_angles(xp: Any, positions: Array, frequencies: bytes, dtype: Any, device: Any) -> Array:
     """Return position · frequency in radians, reduced to [−π, π], as ``(…, n, dim / 2)``.
 
     The reduction is exact at positions below 2²⁴, where a product in float32 would be wrong by a radian: position and
@@ -28,7 +28,7 @@ def rotary_angles(xp: Any, positions: Array, frequencies: tuple[float, ...], dty
     before the sum.
     """
     revolutions = 0
-    for digit, parts in zip((positions % DIGIT, positions // DIGIT), digits(concrete(frequencies)), strict=True):
+    for digit, parts in zip((positions % DIGIT, positions // DIGIT), digits(frequencies), strict=True):
         digit = cast(xp, digit, dtype)[..., None]
         for part in parts:
             product = digit * xp.asarray(part, dtype=dtype, device=device)
@@ -38,7 +38,7 @@ def rotary_angles(xp: Any, positions: Array, frequencies: tuple[float, ...], dty
 
 
 @constant_result
-def digits(frequencies: tuple[float, ...]) -> tuple[list[list[float]], list[list[float]]]:
+def digits(frequencies: bytes) -> tuple[list[list[float]], list[list[float]]]:
     """Return the frequencies in revolutions, for one position and for DIGIT positions, each as a sum of three parts.
 
     The first two parts have 12 bits each, the third has the rest.
@@ -47,13 +47,13 @@ def digits(frequencies: tuple[float, ...]) -> tuple[list[list[float]], list[list
 
 
 @functools.lru_cache(maxsize=64)
-def _digits(frequencies: tuple[float, ...]) -> tuple[list[list[float]], list[list[float]]]:
+def _digits(frequencies: bytes) -> tuple[list[list[float]], list[list[float]]]:
     def split(rest: NDArray[np.float64]) -> list[list[float]]:
         first = np.floor(rest * DIGIT) / DIGIT
         second = np.floor((rest - first) * DIGIT**2) / DIGIT**2
         return [part.tolist() for part in (first, second, rest - first - second)]
 
-    revolutions = np.asarray(frequencies) / math.tau
+    revolutions = np.frombuffer(frequencies) / math.tau
     return split(revolutions % 1), split(revolutions * DIGIT % 1)
 
 

@@ -14,17 +14,9 @@ from ..kernels import cast, wide, widen
 from ..kernels._static import concrete, constant_result
 from . import _embedding
 from ._arguments import expect_broadcastable, static_integer
+from ._checks import expect_floating, expect_one_dtype, expect_rank, expect_shape, is_integer, is_number, shown
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._embedding import checked_indices
-from ._operation import (
-    Operation,
-    expect_floating,
-    expect_one_dtype,
-    expect_rank,
-    expect_shape,
-    is_integer,
-    is_number,
-    shown,
-)
 from ._rotary_angles import counted, rotary_angles, signed
 from ._rotary_scaling import RotaryScaling
 
@@ -48,15 +40,24 @@ class RotaryEmbeddingGrads(NamedTuple):
 class Rotation(NamedTuple):
     """The static arguments of a rotation: the angle between neighbouring positions for each pair of features."""
 
-    frequencies: tuple[float, ...]
+    frequencies: bytes
+    """Numbers of float64: bytes are a constant to torch.compile, which makes a field's floats symbolic."""
     magnitude: float
+    interleaved: bool
+
+
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    cos: Array
+    sin: Array
     interleaved: bool
 
 
 def forward(
     backend: Backend, x: Array, positions: Array | None, offset: Array | None, cos: Array | None = None,
     sin: Array | None = None, *, start: int, rotation: Rotation, seen: bool = False,
-) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
+) -> tuple[Array, Saved]:  # fmt: skip
     """Return each pair (x₁, x₂) rotated by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
     if cos is None or sin is None:
@@ -69,19 +70,18 @@ def forward(
             count = cos.shape[0]
             cos, sin = (_embedding.forward(backend, positions, t, count=count, seen=seen)[0] for t in (cos, sin))
         cos, sin = widen(xp, cos), widen(xp, sin)  # (…, n, dim / 2)
-    if rotation.magnitude != 1:
-        cos, sin = cos * rotation.magnitude, sin * rotation.magnitude
+    magnitude = concrete(rotation.magnitude)
+    if magnitude != 1:
+        cos, sin = cos * magnitude, sin * magnitude
     if x.ndim > 2:
         cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
-    return _rotated(xp, x, cos, sin, rotation.interleaved), (cos, sin)
+    return _rotated(xp, x, cos, sin, rotation.interleaved), Saved(cos, sin, rotation.interleaved)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array], *, rotation: Rotation, **_: Any
-) -> tuple[Array, None, None, None, None]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> RotaryEmbeddingGrads:
     """Return dy rotated by the negative angles."""
-    (cos, sin), xp = saved, backend.namespace()
-    return _rotated(xp, dy, cos, -sin, rotation.interleaved), None, None, None, None
+    xp, (cos, sin, interleaved) = backend.namespace(), saved
+    return RotaryEmbeddingGrads(_rotated(xp, dy, cos, -sin, interleaved), None, None, None, None)
 
 
 def _rotated(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
@@ -96,7 +96,7 @@ def _rotated(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Ar
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
 
 
-_operation = Operation("rotary_embedding", forward, backward)
+OPERATION = Operation("rotary_embedding", forward, backward)
 
 
 def rotary_embedding(
@@ -164,7 +164,7 @@ def rotary_embedding(
     array([[1.   , 0.   ],
            [0.54 , 0.841]])
     """
-    return _operation.call(*_check(x, positions, offset, base, dim, interleaved, scaling, tables))
+    return run(OPERATION, *_check(x, positions, offset, base, dim, interleaved, scaling, tables))
 
 
 def rotary_embedding_forward(
@@ -179,12 +179,12 @@ def rotary_embedding_forward(
     tables: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Cache]:
     """Return ``(rotary_embedding(x, …), cache)``; the cache holds the cosines and sines, not ``x``."""
-    return _operation.record(*_check(x, positions, offset, base, dim, interleaved, scaling, tables))
+    return run_with_cache(OPERATION, *_check(x, positions, offset, base, dim, interleaved, scaling, tables))
 
 
 def rotary_embedding_backward(dy: Array, cache: Cache) -> RotaryEmbeddingGrads:
     """Return the gradient of x: dy rotated by the negative angles, with the same magnitude."""
-    return _operation.pull(dy, cache, RotaryEmbeddingGrads)
+    return run_backward(OPERATION, dy, cache, RotaryEmbeddingGrads)
 
 
 def _check(
@@ -198,7 +198,7 @@ def _check(
     if offset is None:
         raise DTypeError("offset: expected an integer or integers, got None")
     if positions is not None:
-        check_positions("positions", positions, batch, n)
+        expect_positions("positions", positions, batch, n)
         if start != 0:
             raise ArgumentError("offset: expected none where positions are given")
     if tables is not None:
@@ -230,7 +230,7 @@ def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: A
 
 
 @constant_result
-def _scaled(kind: type[RotaryScaling], state: Any, dim: int, base: float) -> tuple[tuple[float, ...], float]:
+def _scaled(kind: type[RotaryScaling], state: Any, dim: int, base: float) -> tuple[bytes, float]:
     """Return the frequencies and the magnitude of a scaling of this type with these fields.
 
     The scaling is created again, because an object that is created while torch compiles exists only in the trace.
@@ -238,7 +238,7 @@ def _scaled(kind: type[RotaryScaling], state: Any, dim: int, base: float) -> tup
     scaling = object.__new__(kind)
     for name, value in state:
         object.__setattr__(scaling, name, value)
-    return tuple(scaling.frequencies(dim, base).tolist()), float(scaling.magnitude)
+    return np.asarray(scaling.frequencies(dim, base), dtype=np.float64).tobytes(), float(scaling.magnitude)
 
 
 def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...], dim: int | None) -> int:
@@ -261,7 +261,7 @@ def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...],
     return 2 * half
 
 
-def check_positions(name: str, positions: Any, batch: tuple[int, ...], n: int) -> None:
+def expect_positions(name: str, positions: Any, batch: tuple[int, ...], n: int) -> None:
     """Require integers (…, n) that broadcast to the axes before the heads."""
     if not hasattr(positions, "dtype") or not is_integer(positions):
         raise DTypeError(f"{name}: expected integers (…, {n}), got {getattr(positions, 'dtype', shown(positions))}")

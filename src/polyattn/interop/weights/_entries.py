@@ -10,7 +10,7 @@ from ...backend import Array
 from ...conversion import place_of
 from ...errors import ArgumentError, CheckpointError
 from ...layers import Layer
-from ...layers._layer import _listed as listed
+from ...layers._layer import listed
 
 __all__ = ["Entry", "Shape", "covering", "expect_fitting", "expect_options", "read", "write"]
 

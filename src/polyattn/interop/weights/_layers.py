@@ -67,7 +67,7 @@ def load(layers: Layers, parameters: Mapping[str, Array]) -> None:
         for part, layer in parts_of(layers).items()
     ]
     for layer, of_layer in of_parts:
-        layer._check(of_layer)
+        layer.expect_parameters(of_layer)
     for layer, of_layer in of_parts:
         layer.load_parameters(of_layer)
 
