@@ -96,10 +96,12 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
     """
     found: Backend | None = None
     device: str | None = None
+    kind: type | None = None
     for name, x in arrays.items():
         if x is None:
             continue
-        backend = registry.owner(x, name)
+        if type(x) is not kind:  # the arrays of a call mostly have one type
+            kind, backend = type(x), registry.owner(x, name)
         unusable = backend.state(x).unusable
         if unusable is not None:
             raise BackendMismatchError(f"{name}: expected an array to compute with, but this one {unusable}")
