@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ..kernels import cast, widen
+from ..kernels._static import constant
 from ._checks import expect_floating
 from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._erfc import erfc
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
-CUBIC = 0.044715
-ROOT = math.sqrt(2 / math.pi)
-FAR = 1e3  # there tanh is ±1 to the last digit, and long has been
+CUBIC = constant(0.044715)
+ROOT = constant(math.sqrt(2 / math.pi))
+ROOT_OF_TAU = constant(math.sqrt(2 * math.pi))
+FAR = constant(1e3)  # there tanh is ±1 to the last digit, and long has been
 
 
 class GeluGrads(NamedTuple):
@@ -65,14 +67,14 @@ def distribution(xp: Any, x: Array, approximate: str) -> Array:
 def density(xp: Any, x: Array, approximate: str) -> Array:
     """Return Φ′(x)."""
     if approximate == "none":
-        return xp.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
-    tanh, x = _tanh(xp, x), xp.clip(x, -FAR, FAR)
-    return (1 - tanh * tanh) * (ROOT / 2) * (1 + 3 * CUBIC * x * x)
+        return xp.exp(x * x * -0.5) / ROOT_OF_TAU()
+    tanh, x = _tanh(xp, x), xp.clip(x, -FAR(), FAR())
+    return (1 - tanh * tanh) * (ROOT() / 2) * (1 + 3 * CUBIC() * x * x)
 
 
 def _tanh(xp: Any, x: Array) -> Array:
-    x = xp.clip(x, -FAR, FAR)  # its cube stays finite
-    return xp.tanh(ROOT * (x + CUBIC * x * x * x))
+    x = xp.clip(x, -FAR(), FAR())  # its cube stays finite
+    return xp.tanh(ROOT() * (x + CUBIC() * x * x * x))
 
 
 OPERATION = Operation("gelu", forward, backward)

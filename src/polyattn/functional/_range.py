@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels import Array, dtype_name
+from ..kernels._static import constant_result
 
 __all__ = ["product", "unit_of"]
 
-LARGEST_UNIT = {"float32": 2.0**126, "float64": 2.0**1022}
-"""The largest power of two whose reciprocal is a normal number: some libraries divide by multiplying with that."""
+
+@constant_result
+def largest_unit(dtype: str) -> float:
+    """Return the largest power of two whose reciprocal is normal: some libraries divide by multiplying with that."""
+    return {"float32": 2.0**126, "float64": 2.0**1022}[dtype]
 
 
 def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
@@ -26,5 +30,5 @@ def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
 def unit_of(xp: Any, peak: Array) -> Array:
     """Return what to divide numbers by so that the largest magnitude, ``peak``, becomes 1 to 4; 1 for 0, ∞, NaN."""
     usable = xp.logical_and(xp.greater(peak, xp.zeros_like(peak)), xp.isfinite(peak))
-    largest = xp.full_like(peak, LARGEST_UNIT[dtype_name(peak.dtype)])
+    largest = xp.full_like(peak, largest_unit(dtype_name(peak.dtype)))
     return xp.where(usable, xp.minimum(peak, largest), xp.ones_like(peak))
