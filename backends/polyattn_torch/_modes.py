@@ -52,9 +52,7 @@ class Compiled:
         return self.kernel.supports(problem)
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Call the operator; what is no array and no number is compiled tile by tile."""
-        if problem.structured:
-            return TILED.forward(q, k, v, problem)
+        """Call the operator."""
         from ._operators import attention
 
         return attention(self.name, q, k, v, problem)
@@ -63,8 +61,6 @@ class Compiled:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
     ) -> tuple[Array, Array, Array, Array | None, Array | None]:
         """Call the operator, likewise."""
-        if problem.structured:
-            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
         from ._operators import attention_backward
 
         return attention_backward(self.name, dout, dlse, q, k, v, out, lse, problem)

@@ -32,29 +32,35 @@ from ..kernels import (
     Array,
     Kernel,
     Problem,
+    Record,
     Sizes,
+    Structure,
     StructuredBias,
     StructuredMask,
     TiledKernel,
     allowed_in,
     dtype_name,
     expand,
+    flatten,
     unbroadcast,
 )
 from ..kernels._backward_vjp import backward_vjp as attention_backward_vjp
 from ..kernels._jvp import Tangents
 from ..kernels._jvp import jvp as attention_tangents
+from ..kernels._static import concrete, constant_result
 from ._cache import Cache, Place
-from ._contract import API_VERSION, Backend, Status
+from ._contract import API_VERSION, READY, ArrayState, Backend, Status
 from ._features import FEATURES, Feature, Finding, feature_of, features_of
 
 __all__ = [
     "API_VERSION",
     "FEATURES",
+    "READY",
     "THREEFRY",
     "AlibiBias",
     "ArgumentError",
     "Array",
+    "ArrayState",
     "Backend",
     "BackendMismatchError",
     "BackendUnavailableError",
@@ -67,9 +73,11 @@ __all__ = [
     "Place",
     "PolyattnError",
     "Problem",
+    "Record",
     "ShapeError",
     "Sizes",
     "Status",
+    "Structure",
     "StructuredBias",
     "StructuredMask",
     "Tangents",
@@ -77,9 +85,12 @@ __all__ = [
     "allowed_in",
     "attention_backward_vjp",
     "attention_tangents",
+    "concrete",
+    "constant_result",
     "dtype_name",
     "expand",
     "feature_of",
     "features_of",
+    "flatten",
     "unbroadcast",
 ]

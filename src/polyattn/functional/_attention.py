@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-from ..backend import Array, Backend, Cache, Place, dtype_name
-from ..conversion import move
-from ..kernels import GENERIC, Kernel, Problem, cast, choose, expand, named, unbroadcast, wide
-from ._arguments import Settings, checked_call, make_problem
-from ._operation import Operation, expect_cache, homeward, upstream_of
+from ..backend import Array, Backend, Cache, dtype_name
+from ..kernels import GENERIC, Kernel, Problem, Record, cast, choose, expand, unbroadcast, wide
+from ._arguments import checked_call, make_problem
+from ._dispatch import Operation, expect_cache, finish, run, run_backward, to_compute_device, upstream
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
 
@@ -32,47 +31,57 @@ class AttentionGrads(NamedTuple):
     sinks: Array | None
 
 
-def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
-    """Choose the kernel, so that the backward runs in the same one."""
-    settings: Settings = static["settings"]
-    problem = make_problem(place, arrays, settings)
-    kernel = kernel_for(problem, settings.kernel)
-    logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, place, kernel.name)
-    return {"settings": settings._replace(kernel=kernel.name, device=place.device)}
+@dataclass(frozen=True, eq=False)
+class Saved(Record):
+    """What the backward needs, in the shapes of the call."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    problem: Problem
+    kernel: Kernel
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "out", "lse", "problem")
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel that computed it."""
+        return self.kernel.name
 
 
-def forward(backend: Backend, *arrays: Array, settings: Settings) -> tuple[Array, tuple[Any, ...]]:
-    """Run the kernel's forward; save the arrays, out and lse."""
-    problem, (q, k, v) = _with_heads(backend, arrays, settings)
-    if problem.sizes.empty:
-        out, lse = _empty_forward(q, problem)
-    else:
-        out, lse = named(backend.kernels, settings.kernel or GENERIC.name).forward(q, k, v, problem)
-    if all(x.ndim == 2 for x in arrays[:3]):
+def forward(
+    backend: Backend, q: Array, k: Array, v: Array, *, kernel: str | None = None, **arguments: Any
+) -> tuple[Array, Saved]:
+    """Choose a kernel and run its forward."""
+    problem = make_problem(backend, q, backend.device_of(q), **arguments)
+    chosen = kernel_for(problem, kernel)
+    logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, backend.name, chosen.name)
+    compute = empty_forward if problem.sizes.empty else chosen.forward
+    out, lse = compute(with_head(q), with_head(k), with_head(v), problem)
+    if q.ndim == k.ndim == v.ndim == 2:
         out, lse = out[0, ...], lse[0, ...]
-    return out, (*arrays, out, lse)
+    return out, Saved(q, k, v, out, lse, problem, chosen)
 
 
-def backward(
-    backend: Backend, dout: Array, saved: tuple[Any, ...], *, settings: Settings, dlse: Array | None = None
-) -> tuple[Any, ...]:
-    """Run the kernel's backward; a gradient for each array, None for the integers."""
-    *arrays, out, lse = saved
-    problem, (q, k, v) = _with_heads(backend, arrays, settings)
-    if all(x.ndim == 2 for x in arrays[:3]):
-        dout, out, lse = dout[None, ...], out[None, ...], lse[None, ...]
-        dlse = None if dlse is None else dlse[None, ...]
-    if problem.sizes.empty:
-        grads = _empty_backward(dlse, q, k, v, lse, problem)
-    else:
-        kernel = named(backend.kernels, settings.kernel or GENERIC.name)
-        grads = kernel.backward(dout, dlse, q, k, v, out, lse, problem)
-    xp = backend.namespace()
-    shaped = (xp.reshape(dx, x.shape) for dx, x in zip(grads[:3], arrays, strict=False))
-    return (*shaped, *grads[3:], *(None for _ in arrays[5:]))
+def backward(backend: Backend, dout: Array, saved: Saved, dlse: Array | None = None) -> AttentionGrads:
+    """Run the backward of the kernel that computed the forward."""
+    xp, problem, rows = backend.namespace(), saved.problem, saved.problem.sizes.scores[:-1]
+    q, k, v, out = (with_head(x) for x in (saved.q, saved.k, saved.v, saved.out))
+    lse, dlse = (None if x is None else xp.reshape(x, rows) for x in (saved.lse, dlse))
+    compute = empty_backward if problem.sizes.empty else saved.kernel.backward
+    dq, dk, dv, dbias, dsinks = compute(with_head(dout), dlse, q, k, v, out, lse, problem)
+    dq, dk, dv = (xp.reshape(dx, x.shape) for dx, x in ((dq, saved.q), (dk, saved.k), (dv, saved.v)))
+    return AttentionGrads(dq, dk, dv, dbias, dsinks)
 
 
-_operation = Operation("attention", forward, backward, prepare)
+def with_head(x: Array) -> Array:
+    """Return queries, keys, values or results with a head axis."""
+    return x[None, ...] if x.ndim == 2 else x
+
+
+OPERATION = Operation("attention", forward, backward)
 
 
 def attention(
@@ -154,11 +163,11 @@ def attention(
     >>> pa.attention(q, k, v, mask=np.array([True, True, False]))
     array([[0.5, 0.5, 0. ]])
     """
-    arrays, settings = checked_call(
+    arguments = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
-    return _operation.call(arrays, {"settings": settings}, backend)
+    return run(OPERATION, *arguments, backend)
 
 
 def attention_forward(
@@ -173,13 +182,15 @@ def attention_forward(
     ``cache.lse`` (…, H, n_q) is the natural logarithm of each row's Σ exp(score), the sink included,
     in float32 or float64; −inf for a row that may attend to nothing.
     """
-    arrays, settings = checked_call(
+    arguments = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
-    out, cache = _operation.record(arrays, {"settings": settings}, backend)
-    lse = move(cache.arrays[-1], cache.home, name="lse")
-    return out, replace(cache, lse=lse)
+    placed = to_compute_device(arguments.arrays, backend)
+    with placed.place.backend.scope():
+        out, saved = forward(placed.place.backend, **placed.arrays, **arguments.options)
+    lse = placed.to_input_device(saved.lse, "lse")
+    return finish("attention", placed, out, saved, lse)
 
 
 def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> AttentionGrads:
@@ -200,12 +211,10 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     dQ = dS K · scale, dK = dSᵀ Q · scale.
     """
     expect_cache(cache, "attention")
-    lse = cache.arrays[-1]
-    more = {}
     if dlse is not None:
-        more["dlse"] = upstream_of(tuple(lse.shape), dtype_name(lse.dtype), dlse, cache, "dlse")
-    grads = _operation.reverse(dout, cache, name="dout", **more)
-    return AttentionGrads(*homeward(grads[:5], cache, AttentionGrads))
+        lse = cache.saved.lse
+        dlse = upstream(dlse, tuple(lse.shape), dtype_name(lse.dtype), cache, "dlse")
+    return run_backward(OPERATION, dout, cache, AttentionGrads, name="dout", dlse=dlse)
 
 
 def kernel_for(problem: Problem, name: str | None) -> Kernel:
@@ -215,13 +224,7 @@ def kernel_for(problem: Problem, name: str | None) -> Kernel:
     return GENERIC if odd else choose(problem.backend.kernels, problem, name)
 
 
-def _with_heads(backend: Backend, arrays: Any, settings: Settings) -> tuple[Problem, list[Array]]:
-    """Return the problem, and q, k and v with a head axis each."""
-    problem = make_problem(Place(backend, settings.device), tuple(arrays), settings)
-    return problem, [x[None, ...] if x.ndim == 2 else x for x in arrays[:3]]
-
-
-def _empty_forward(q: Array, problem: Problem) -> tuple[Array, Array]:
+def empty_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
     """Answer a problem without scores: zeros, and the log of an empty sum or of the sink alone."""
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     dtype, device = wide(xp, q.dtype), problem.native_device
@@ -232,8 +235,8 @@ def _empty_forward(q: Array, problem: Problem) -> tuple[Array, Array]:
     return out, lse
 
 
-def _empty_backward(
-    dlse: Array | None, q: Array, k: Array, v: Array, lse: Array, problem: Problem
+def empty_backward(
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Answer with zeros; only a sink still moves lse."""
     xp = problem.xp

@@ -8,7 +8,8 @@ from functools import reduce
 from ..backend import Array
 from ..errors import ArgumentError
 from ..kernels import cast, merge, wide, widen
-from ._operation import embark, expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
+from ._checks import expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
+from ._dispatch import to_compute_device
 
 __all__ = ["attention_merge"]
 
@@ -55,10 +56,11 @@ def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]
     for (name_out, out), (name_lse, lse) in zip(outs.items(), lses.items(), strict=True):
         expect_shape(name_out, out, shape)
         expect_shape(name_lse, lse, shape[:-1])
-    trip = embark(outs | lses)
-    native: tuple[Array, ...] = trip.arrays
-    xp, n = trip.place.backend.namespace(), len(parts)
+    placed = to_compute_device(outs | lses)
+    native: tuple[Array, ...] = tuple(placed.arrays.values())
+    xp, n = placed.place.backend.namespace(), len(parts)
     dtype = wide(xp, native[0].dtype)
     pairs = [(widen(xp, out), cast(xp, lse, dtype)) for out, lse in zip(native[:n], native[n:], strict=True)]
     out, lse = reduce(lambda a, b: merge(xp, a, b), pairs)
-    return trip.back(cast(xp, out, native[0].dtype), "out"), trip.back(lse, "lse")
+    out = cast(xp, out, native[0].dtype)
+    return placed.to_input_device(out, "out"), placed.to_input_device(lse, "lse")

@@ -9,8 +9,9 @@ import numpy as np
 from ..backend import Array
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import BlockMask
+from ..kernels._static import concrete, constant_result
 from ..registry import looks_like_array, owner
-from ._operation import shown
+from ._checks import shown
 
 __all__ = ["block_mask"]
 
@@ -52,6 +53,13 @@ def block_mask(blocks: Array, block_size: int | tuple[int, int]) -> BlockMask:
            [1, 1, 1, 1, 1, 1],
            [1, 1, 1, 1, 1, 1]])
     """
+    known = values_of("blocks", blocks) if looks_like_array(blocks) else blocks
+    return BlockMask(*_checked(known, concrete(block_size)))
+
+
+@constant_result
+def _checked(blocks: Any, block_size: Any) -> tuple[tuple[int, ...], bytes, tuple[int, int]]:
+    """Return the shape of the grid, a bit for each block, and the two sizes."""
     host = values_of("blocks", blocks)
     if host.dtype != np.bool_:
         raise DTypeError(f"blocks: expected booleans, True = may attend, got {host.dtype}")
@@ -60,7 +68,7 @@ def block_mask(blocks: Array, block_size: int | tuple[int, int]) -> BlockMask:
     sides = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
         raise ArgumentError(f"block_size: expected a positive integer or two of them, got {shown(block_size)}")
-    return BlockMask(tuple(host.shape), np.packbits(host).tobytes(), (sides[0], sides[1]))
+    return tuple(host.shape), np.packbits(host).tobytes(), (sides[0], sides[1])
 
 
 def values_of(name: str, x: Any) -> np.ndarray[Any, Any]:
@@ -71,7 +79,7 @@ def values_of(name: str, x: Any) -> np.ndarray[Any, Any]:
         except ValueError as error:
             raise ArgumentError(f"{name}: expected an array or numbers in even rows: {error}") from None
     backend = owner(x, name)
-    reason = backend.pinned(x)
+    reason = backend.state(x).captive
     if reason is not None:
         raise ArgumentError(f"{name}: expected values that are known before anything is computed; this array {reason}")
     return backend.to_numpy(x)

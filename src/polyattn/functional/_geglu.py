@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._gelu import GELU, checked_approximate
-from ._operation import Operation
 from ._silu import activation_forward
 from ._swiglu import checked_pair, gated_backward
 
@@ -20,17 +20,25 @@ class GegluGrads(NamedTuple):
     up: Array
 
 
-def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, tuple[Array, Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    gate: Array
+    up: Array
+    approximate: str
+
+
+def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, Saved]:
     """Return gate · Φ(gate) · up."""
-    return activation_forward(backend, GELU[approximate], gate, up), (gate, up)
+    return activation_forward(backend, GELU[approximate], gate, up), Saved(gate, up, approximate)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approximate: str) -> tuple[Array, Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> GegluGrads:
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
-    return gated_backward(backend, GELU[approximate], dy, *saved)
+    return GegluGrads(*gated_backward(backend, GELU[saved.approximate], dy, saved.gate, saved.up))
 
 
-_operation = Operation("geglu", forward, backward)
+OPERATION = Operation("geglu", forward, backward)
 
 
 def geglu(gate: Array, up: Array, *, approximate: str = "none") -> Array:
@@ -62,14 +70,14 @@ def geglu(gate: Array, up: Array, *, approximate: str = "none") -> Array:
     >>> pa.functional.geglu(np.array([-1.0, 0.0, 1.0]), np.array([2.0, 2.0, 2.0])).round(6)
     array([-0.317311,  0.      ,  1.682689])
     """
-    return _operation.call(checked_pair(gate, up), checked_approximate(approximate))
+    return run(OPERATION, checked_pair(gate, up), checked_approximate(approximate))
 
 
 def geglu_forward(gate: Array, up: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
     """Return ``(geglu(gate, up), cache)``."""
-    return _operation.record(checked_pair(gate, up), checked_approximate(approximate))
+    return run_with_cache(OPERATION, checked_pair(gate, up), checked_approximate(approximate))
 
 
 def geglu_backward(dy: Array, cache: Cache) -> GegluGrads:
     """Return dy · up · gelu′(gate) for the gate, and dy · gelu(gate) for what it gates."""
-    return _operation.pull(dy, cache, GegluGrads)
+    return run_backward(OPERATION, dy, cache, GegluGrads)

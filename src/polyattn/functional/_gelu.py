@@ -7,16 +7,18 @@ from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
+from ..kernels._static import constant
+from ._checks import expect_floating
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._erfc import normal_tail
-from ._operation import Operation, expect_floating
-from ._range import low
-from ._silu import Activation, Logistic, activation_backward, activation_forward
+from ._silu import Activation, Sigmoid, activation_backward, activation_forward
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
-CUBIC = 0.044715
-ROOT = math.sqrt(2 / math.pi)
-FAR = 1e3  # there Φ is 0 or 1 to the last digit, and long has been
+CUBIC = constant(0.044715)
+ROOT = constant(math.sqrt(2 / math.pi))
+ROOT_OF_TAU = constant(math.sqrt(2 * math.pi))
+FAR = constant(1e3)  # there tanh is ±1 to the last digit, and long has been
 
 
 class GeluGrads(NamedTuple):
@@ -25,87 +27,69 @@ class GeluGrads(NamedTuple):
     x: Array
 
 
-def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tuple[Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    x: Array
+    approximate: str
+
+
+def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, Saved]:
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
-    return activation_forward(backend, GELU[approximate], x), (x,)
+    return activation_forward(backend, GELU[approximate], x), Saved(x, approximate)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> GeluGrads:
     """Return dy · (Φ(x) + x · Φ′(x))."""
-    return (activation_backward(backend, GELU[approximate], dy, saved[0]),)
+    return GeluGrads(activation_backward(backend, GELU[saved.approximate], dy, saved.x))
 
 
 class Gelu:
-    """x · Φ(x), whose derivative is Φ(x) + x · Φ′(x)."""
+    """x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), whose derivative is Φ(x) + x · Φ′(x)."""
 
-    def __init__(self, xp: Any, x: Array, *, scaled: bool) -> None:
-        self.xp, self.x, self.scaled = xp, x, scaled
+    def __init__(self, xp: Any, x: Array) -> None:
+        self.xp, self.x = xp, x
         self.positive = xp.astype(xp.greater_equal(x, 0), x.dtype)  # a factor is faster than NumPy's where
-        self.size = xp.clip(x * (2 * self.positive - 1), -FAR, FAR)  # |x|, of derivative 1 at 0
+        self.size = xp.clip(x * (2 * self.positive - 1), -FAR(), FAR())  # |x|, of derivative 1 at 0
         self.tail = normal_tail(xp, self.size)  # Φ(−|x|) / exp(−x² / 2)
-        # exp(−x² / 2), or its root; made late, to hold few arrays at a time
-        self.power = xp.exp(self.size * self.size * (-0.25 if scaled else -0.5))
-
-    def in_range(self) -> Array:
-        """Say where x is not far below 0."""
-        return self.xp.greater_equal(self.xp.maximum(self.power, self.positive), low(self.x) ** 2)
-
-    def decay(self) -> Array:
-        """Return the root for x < 0."""
-        return self.xp.maximum(self.power, self.positive)
-
-    def decay_root(self) -> Array:
-        """Return its root."""
-        return self.xp.maximum(self.xp.exp(self.size * self.size * -0.125), self.positive)
+        root = xp.exp(self.size * self.size * -0.125)
+        self.bell_root = root * root  # √exp(−x² / 2)
+        self.root, self.decay = xp.maximum(root, self.positive), xp.maximum(self.bell_root, self.positive)
 
     def factor(self) -> Array:
-        """Return max(x, 0) − |x| · Φ(−|x|), or that divided by the decay."""
-        part = self.size * self.tail * self.power
-        if self.scaled:
-            part = part * self.xp.maximum(self.power, 1 - self.positive)
-        return self.positive * self.x - part
+        """Return x · Φ(x) / decay."""
+        other = self.xp.maximum(self.bell_root, 1 - self.positive)  # exp(−x² / 2) / bell_root / decay
+        return self.positive * self.x - self.size * self.tail * self.bell_root * other
 
     def slope(self) -> Array:
-        """Return the derivative, or that divided by the decay's square."""
-        below = self.tail - self.size * (1 / math.sqrt(2 * math.pi))  # times exp(−x² / 2): that of −|x|
-        if self.scaled:
-            return self.positive + (1 - self.positive * (1 + self.power * self.power)) * below
-        return self.positive + (1 - 2 * self.positive) * self.power * below
+        """Return the derivative divided by decay²: that at −|x| below 0, and 1 less that above."""
+        below = self.tail - self.size / ROOT_OF_TAU()  # Φ(−|x|) − |x| · Φ′(x), divided by exp(−x² / 2)
+        return self.positive + (1 - self.positive * (1 + self.bell_root * self.bell_root)) * below
 
 
 class GeluTanh:
-    """x · (1 + tanh(u)) / 2 = x · σ(2u), u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) cancels where x < 0."""
+    """x · (1 + tanh(u)) / 2 = x · σ(2u) with u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) cancels where x < 0."""
 
-    def __init__(self, xp: Any, x: Array, *, scaled: bool) -> None:
-        self.x, self.near = x, xp.clip(x, -FAR, FAR) if scaled else x  # the cube of near stays finite
-        self.cubic = self.near * self.near * (2 * ROOT * CUBIC)
-        self.sigma = Logistic(xp, self.near * (self.cubic + 2 * ROOT), scaled=scaled)
-
-    def in_range(self) -> Array:
-        """Say where no power overflows."""
-        return self.sigma.xp.isfinite(self.sigma.rest)
-
-    def decay(self) -> Array:
-        """Return √exp(2u) for x < 0."""
-        return self.sigma.decay
-
-    def decay_root(self) -> Array:
-        """Return its root."""
-        return self.sigma.decay_root()
+    def __init__(self, xp: Any, x: Array) -> None:
+        self.x, self.near = x, xp.clip(x, -FAR(), FAR())  # the cube of near stays finite
+        self.cubic = self.near * self.near * (2 * ROOT() * CUBIC())
+        self.sigmoid = Sigmoid(xp, self.near * (self.cubic + 2 * ROOT()))  # of 2u
+        self.decay, self.root = self.sigmoid.decay, self.sigmoid.root
 
     def factor(self) -> Array:
-        """Return x · σ(2u), or that divided by the decay."""
-        return self.sigma.times(self.x)
+        """Return x · σ(2u) / decay."""
+        return self.x * self.decay / self.sigmoid.total
 
     def slope(self) -> Array:
-        """Return the derivative, or that divided by the decay's square."""
-        return self.sigma.slope(self.near * (3 * self.cubic + 2 * ROOT))
+        """Return the derivative σ(2u) · (1 + x · 2u′ · (1 − σ(2u))), divided by decay²."""
+        xdu = self.near * (3 * self.cubic + 2 * ROOT())  # x · 2u′
+        return (1 + xdu * (self.sigmoid.rest / self.sigmoid.total)) / self.sigmoid.total
 
 
 GELU: dict[str, type[Activation]] = {"none": Gelu, "tanh": GeluTanh}
 
 
-_operation = Operation("gelu", forward, backward)
+OPERATION = Operation("gelu", forward, backward)
 
 
 def gelu(x: Array, *, approximate: str = "none") -> Array:
@@ -135,18 +119,18 @@ def gelu(x: Array, *, approximate: str = "none") -> Array:
     array([-0.158655,  0.      ,  0.841345])
     """
     expect_floating(x=x)
-    return _operation.call({"x": x}, checked_approximate(approximate))
+    return run(OPERATION, {"x": x}, checked_approximate(approximate))
 
 
 def gelu_forward(x: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
     """Return ``(gelu(x), cache)``."""
     expect_floating(x=x)
-    return _operation.record({"x": x}, checked_approximate(approximate))
+    return run_with_cache(OPERATION, {"x": x}, checked_approximate(approximate))
 
 
 def gelu_backward(dy: Array, cache: Cache) -> GeluGrads:
     """Return dy · (Φ(x) + x Φ′(x)), Φ as the forward took it."""
-    return _operation.pull(dy, cache, GeluGrads)
+    return run_backward(OPERATION, dy, cache, GeluGrads)
 
 
 def checked_approximate(approximate: str) -> dict[str, str]:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._norms import by_rows, checked_norm, normalised, norm_gradient, trailing, means_in_range, root_in_range
-from ._operation import Operation
+from ._dispatch import Operation, run, run_backward, run_with_cache
+from ._norms import by_rows, checked_norm, means_in_range, norm_gradient, normalised, root_in_range, trailing
 from ._range import apply_linear
 
 __all__ = ["LayerNormGrads", "layer_norm", "layer_norm_backward", "layer_norm_forward"]
@@ -21,22 +21,31 @@ class LayerNormGrads(NamedTuple):
     bias: Array | None
 
 
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    xhat: Array
+    root: Array
+    weight: Array | None
+    bias: Array | None
+    axes: int
+
+
 def forward(
     backend: Backend, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int = 1
-) -> tuple[Array, tuple[Array | None, ...]]:
+) -> tuple[Array, Saved]:
     """Return x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), all in float32 at least."""
     xp = backend.namespace()
 
+    def centred(x: Array) -> Array:
+        axis, n = trailing(x, axes)[1:]
+        # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
+        for _ in range(2):
+            x = x - xp.sum(x, axis=axis, keepdims=True) / n
+        return x
+
     def formula(x: Array, *, scaled: bool) -> tuple[Array, Array, Array]:
-        wide, (_, last, n) = widen(xp, x), trailing(x, axes)
-
-        def centred(x: Array) -> Array:
-            # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
-            for _ in range(2):
-                x = x - xp.sum(x, axis=last, keepdims=True) / n
-            return x
-
-        xhat, root = normalised(backend, wide, centred, eps, axes, scaled=scaled)
+        xhat, root = normalised(backend, widen(xp, x), centred, eps, axes, scaled=scaled)
         y = xhat
         if weight is not None:
             y = y * widen(xp, weight)
@@ -44,18 +53,13 @@ def forward(
             y = y + widen(xp, bias)
         return cast(xp, y, x.dtype), xhat, root
 
-    def in_range(y: Array, xhat: Array, root: Array) -> Array:
-        return root_in_range(xp, root, eps)
-
-    y, xhat, root = by_rows(backend, formula, in_range, x, axes=axes)
-    return y, (xhat, root, weight, bias)
+    y, xhat, root = by_rows(backend, formula, lambda y, xhat, root: root_in_range(xp, root, eps), x, axes=axes)
+    return y, Saved(xhat, root, weight, bias, axes)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array | None, ...], *, eps: float, axes: int = 1
-) -> tuple[Array, Array | None, Array | None]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> LayerNormGrads:
     """Return dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / √(var + eps), and the sums for weight and bias."""
-    xp, (xhat, root, weight, bias) = backend.namespace(), saved
+    xp, (xhat, root, weight, bias, axes) = backend.namespace(), saved
     dy_, (rows, _, _) = widen(xp, dy), trailing(dy, axes)
     dweight = dbias = None
     # y = x̂ · weight + bias
@@ -79,10 +83,10 @@ def backward(
         return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
 
     dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, xhat, root, axes=axes)
-    return dx, dweight, dbias
+    return LayerNormGrads(dx, dweight, dbias)
 
 
-_operation = Operation("layer_norm", forward, backward)
+OPERATION = Operation("layer_norm", forward, backward)
 
 
 def layer_norm(
@@ -126,16 +130,16 @@ def layer_norm(
     >>> pa.functional.layer_norm(np.array([[1.0, 3.0]]), eps=0.0)
     array([[-1.,  1.]])
     """
-    return _operation.call(*checked_norm(x, eps, axes, weight=weight, bias=bias))
+    return run(OPERATION, *checked_norm(x, eps, axes, weight=weight, bias=bias))
 
 
 def layer_norm_forward(
     x: Array, weight: Array | None = None, bias: Array | None = None, *, eps: float = 1e-5, axes: int = 1
 ) -> tuple[Array, Cache]:
     """Return ``(layer_norm(x, weight, bias), cache)``."""
-    return _operation.record(*checked_norm(x, eps, axes, weight=weight, bias=bias))
+    return run_with_cache(OPERATION, *checked_norm(x, eps, axes, weight=weight, bias=bias))
 
 
 def layer_norm_backward(dy: Array, cache: Cache) -> LayerNormGrads:
     """Return the gradients of x, weight and bias, the latter two summed over every leading axis."""
-    return _operation.pull(dy, cache, LayerNormGrads)
+    return run_backward(OPERATION, dy, cache, LayerNormGrads)

@@ -11,7 +11,7 @@ from typing import Any
 from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
 from ..kernels import cast, widen
-from ._operation import expect_one_dtype, expect_rank, expect_shape, is_number, shown
+from ._checks import expect_one_dtype, expect_rank, expect_shape, is_number, shown
 from ._range import choose, half_power, largest, low, product
 
 

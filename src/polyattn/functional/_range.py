@@ -1,6 +1,6 @@
 """Scaling by powers of two, which keeps the sums and products of a formula inside the range of its dtype.
 
-A power of two loses no digit. Where the values can be inspected (:meth:`Backend.on_host`), the plain formula comes
+A power of two loses no digit. Where values can be inspected (``Backend.state(x).readable``), the plain formula comes
 first, and the scaled one only where a cheap statistic of the plain one says that something left the range. Elsewhere,
 in a trace or on a device, that would break the trace or wait for the device: the scaled formula is always taken.
 """
@@ -12,9 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..backend import Array, Backend, dtype_name
-
-LARGEST_UNIT = {"float32": 2.0**126, "float64": 2.0**1022}
-"""The largest power of two whose reciprocal is a normal number: some libraries divide by multiplying with that."""
+from ..kernels._static import constant_result
 
 COUNT = 7
 """How many powers :func:`half_power` has above 1, and how many below."""
@@ -62,10 +60,16 @@ def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
     return xp.multiply(xp.multiply(first, x), last)
 
 
+@constant_result
+def largest_unit(dtype: str) -> float:
+    """Return the largest power of two whose reciprocal is normal: some libraries divide by multiplying with that."""
+    return {"float32": 2.0**126, "float64": 2.0**1022}[dtype]
+
+
 def unit_of(xp: Any, peak: Array) -> Array:
     """Return what to divide numbers by so that the largest magnitude, ``peak``, becomes 1 to 4; 1 for 0, ∞, NaN."""
     usable = xp.logical_and(xp.greater(peak, xp.zeros_like(peak)), xp.isfinite(peak))
-    largest = xp.full_like(peak, LARGEST_UNIT[dtype_name(peak.dtype)])
+    largest = xp.full_like(peak, largest_unit(dtype_name(peak.dtype)))
     return xp.where(usable, xp.minimum(peak, largest), xp.ones_like(peak))
 
 
@@ -74,7 +78,7 @@ def choose(backend: Backend, x: Array, plain: Callable[[], tuple[Any, Array]], s
 
     Where the values of x cannot be inspected, it is always the latter.
     """
-    if not backend.on_host(x):
+    if not backend.state(x).readable:
         return scaled()
     result, in_range = plain()
     return backend.cond(backend.namespace().all(in_range), lambda: result, scaled)
@@ -93,7 +97,7 @@ def apply_linear(
     A trace computes both. With ``only_on_host``, for a function that costs too much for that, it has the first alone.
     """
     xp, y = backend.namespace(), function(x)
-    if only_on_host and not backend.on_host(y):
+    if only_on_host and not backend.state(y).readable:
         return y
 
     def smaller() -> Array:

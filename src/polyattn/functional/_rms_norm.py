@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._norms import (
     by_rows,
     checked_norm,
     inverse_in_range,
-    normalised,
-    norm_gradient,
-    quotient,
-    trailing,
     means_in_range,
+    norm_gradient,
+    normalised,
+    quotient,
     root_in_range,
+    trailing,
 )
-from ._operation import Operation
-from ._range import choose, apply_linear
+from ._range import apply_linear, choose
 
 __all__ = ["RMSNormGrads", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
 
@@ -30,9 +30,16 @@ class RMSNormGrads(NamedTuple):
     weight: Array | None
 
 
-def forward(
-    backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1
-) -> tuple[Array, tuple[Array, Array, Array | None]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    x: Array
+    root: Array
+    weight: Array | None
+    axes: int
+
+
+def forward(backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1) -> tuple[Array, Saved]:
     """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
     xp = backend.namespace()
 
@@ -43,14 +50,12 @@ def forward(
         return cast(xp, y, x.dtype), root
 
     y, root = by_rows(backend, formula, lambda y, root: root_in_range(xp, root, eps), x, axes=axes)
-    return y, (x, root, weight)
+    return y, Saved(x, root, weight, axes)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None], *, eps: float, axes: int = 1
-) -> tuple[Array, Array | None]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> RMSNormGrads:
     """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
-    xp, (x, root, weight) = backend.namespace(), saved
+    xp, (x, root, weight, axes) = backend.namespace(), saved
     rows, _, _ = trailing(dy, axes)
     # y = x̂ · weight
     dweight = None
@@ -78,10 +83,10 @@ def backward(
         return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
 
     dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, x, root, axes=axes)
-    return dx, dweight
+    return RMSNormGrads(dx, dweight)
 
 
-_operation = Operation("rms_norm", forward, backward)
+OPERATION = Operation("rms_norm", forward, backward)
 
 
 def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: int = 1) -> Array:
@@ -122,14 +127,14 @@ def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: 
     >>> pa.functional.rms_norm(np.array([[1.0, 7.0]]), eps=0.0)
     array([[0.2, 1.4]])
     """
-    return _operation.call(*checked_norm(x, eps, axes, weight=weight))
+    return run(OPERATION, *checked_norm(x, eps, axes, weight=weight))
 
 
 def rms_norm_forward(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: int = 1) -> tuple[Array, Cache]:
     """Return ``(rms_norm(x, weight), cache)``."""
-    return _operation.record(*checked_norm(x, eps, axes, weight=weight))
+    return run_with_cache(OPERATION, *checked_norm(x, eps, axes, weight=weight))
 
 
 def rms_norm_backward(dy: Array, cache: Cache) -> RMSNormGrads:
     """Return the gradients of x and weight, the latter summed over every leading axis."""
-    return _operation.pull(dy, cache, RMSNormGrads)
+    return run_backward(OPERATION, dy, cache, RMSNormGrads)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
+from ._checks import expect_arrays, expect_one_dtype, expect_shape
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._range import choose
 from ._silu import Activation, Silu, activation_forward
 
@@ -20,14 +21,21 @@ class SwigluGrads(NamedTuple):
     up: Array
 
 
-def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    gate: Array
+    up: Array
+
+
+def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, Saved]:
     """Return gate · σ(gate) · up."""
-    return activation_forward(backend, Silu, gate, up), (gate, up)
+    return activation_forward(backend, Silu, gate, up), Saved(gate, up)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> SwigluGrads:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
-    return gated_backward(backend, Silu, dy, *saved)
+    return SwigluGrads(*gated_backward(backend, Silu, dy, saved.gate, saved.up))
 
 
 def gated_backward(
@@ -37,31 +45,24 @@ def gated_backward(
     xp = backend.namespace()
 
     def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-        dy_, gate_, up_ = widen(xp, dy), widen(xp, gate), widen(xp, up)
-
+        dy_, up_, f = widen(xp, dy), widen(xp, up), activation(xp, widen(xp, gate))
         # y = f(gate) · up
-        def plain() -> tuple[tuple[Array, Array], Array]:
-            f = activation(xp, gate_, scaled=False)
-            dgate = dy_ * up_ * f.slope()
-            return (dgate, dy_ * f.factor()), xp.logical_and(xp.all(f.in_range()), xp.isfinite(xp.sum(dgate)))
+        dup = dy_ * f.factor() * f.decay
+        product, slope = dy_ * up_, f.slope()
+        dgate = product * f.decay * slope * f.decay
 
-        def scaled() -> tuple[Array, Array]:
-            f = activation(xp, gate_, scaled=True)
-            slope, d = f.slope(), f.decay()
-            # Where dy · up overflows, the factors that are small go to dy and up, else to dy · up.
-            one, over = xp.ones_like(d), xp.logical_not(xp.isfinite(dy_ * up_))
-            early, late = xp.where(over, f.decay_root(), one), xp.where(over, one, d)
-            product = dy_ * early * early * xp.where(over, slope, one) * (up_ * early * early)
-            return product * late * xp.where(over, one, slope) * late, dy_ * f.factor() * d
+        def smaller() -> Array:
+            apart = (dy_ * f.root * f.root) * slope * (up_ * f.root * f.root)
+            return xp.where(xp.isfinite(product), dgate, apart)
 
-        dgate, dup = choose(backend, gate, plain, scaled)
-        return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
+        chosen = choose(backend, gate, lambda: (dgate, xp.isfinite(xp.sum(dgate))), smaller)
+        return cast(xp, chosen, gate.dtype), cast(xp, dup, up.dtype)
 
     dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
     return dgate, dup
 
 
-_operation = Operation("swiglu", forward, backward)
+OPERATION = Operation("swiglu", forward, backward)
 
 
 def swiglu(gate: Array, up: Array) -> Array:
@@ -90,17 +91,17 @@ def swiglu(gate: Array, up: Array) -> Array:
     >>> pa.functional.swiglu(np.array([-1.0, 0.0, 1.0]), np.array([2.0, 2.0, 2.0])).round(6)
     array([-0.537883,  0.      ,  1.462117])
     """
-    return _operation.call(checked_pair(gate, up))
+    return run(OPERATION, checked_pair(gate, up))
 
 
 def swiglu_forward(gate: Array, up: Array) -> tuple[Array, Cache]:
     """Return ``(swiglu(gate, up), cache)``."""
-    return _operation.record(checked_pair(gate, up))
+    return run_with_cache(OPERATION, checked_pair(gate, up))
 
 
 def swiglu_backward(dy: Array, cache: Cache) -> SwigluGrads:
     """Return dy · up · silu′(gate) for the gate, and dy · silu(gate) for what it gates."""
-    return _operation.pull(dy, cache, SwigluGrads)
+    return run_backward(OPERATION, dy, cache, SwigluGrads)
 
 
 def checked_pair(gate: Array, up: Array) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from ._dropout import THREEFRY
 from ._merge import merge
 from ._prefix_mask import PrefixMask
 from ._problem import Kernel, Problem, Sizes
+from ._records import Record, Structure, flatten
 from ._relative_positions import RelativePositionBias
 from ._structure import StructuredBias, StructuredMask
 from ._tiled import TiledKernel, allowed_in, loops, tile_lengths
@@ -27,8 +28,10 @@ __all__ = [
     "Kernel",
     "PrefixMask",
     "Problem",
+    "Record",
     "RelativePositionBias",
     "Sizes",
+    "Structure",
     "StructuredBias",
     "StructuredMask",
     "TiledKernel",
@@ -38,6 +41,7 @@ __all__ = [
     "choose",
     "dtype_name",
     "expand",
+    "flatten",
     "loops",
     "merge",
     "named",

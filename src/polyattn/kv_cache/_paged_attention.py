@@ -11,51 +11,57 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-from ..backend import Array, Backend, Place
-from ..functional._arguments import Settings
-from ..functional._attention import backward as attention_backward
-from ..functional._attention import forward as attention_forward
-from ..functional._attention import prepare as prepare_attention
-from ..functional._operation import Operation
-from ..kernels import cast, merge, wide, widen
+from ..backend import Array, Backend, Record, Structure, flatten
+from ..functional import AttentionGrads, _attention
+from ..functional._arguments import make_problem
+from ..functional._dispatch import Operation
+from ..kernels import Problem, cast, merge, wide, widen
 from ..kernels._exclusion import matmul_excluding
 
-__all__ = ["ARRAYS", "operation"]
+__all__ = ["OPERATION"]
 
-ARRAYS = (
-    "q", "k", "v", "bias", "sinks", "mask", "q_segments", "k_segments", "owners", "numbers", "counts",
-)  # fmt: skip
-"""The order in which the native functions take their arrays; the first five have gradients."""
 PAGED = ("k", "v", "bias", "mask", "q_segments", "k_segments", "owners", "numbers")
-"""Those that have a page for their first axis; a structured bias's table has none."""
+"""The arrays that have a page for their first axis; a structured bias's table has none."""
 
 
 class Group(NamedTuple):
-    """The problem of some pages, as attention's native functions take it."""
+    """The attention problem of some pages."""
 
-    arrays: tuple[Array | None, ...]
+    q: Array
+    k: Array
+    v: Array
+    problem: Problem
     owners: Array  # (G,), −1 for a page that counts for nothing
     entries: Array  # (G,), 0 for these
 
 
-class Reading(NamedTuple):
-    """The arrays of a call, and how many pages are read at a time."""
+@dataclass(frozen=True, eq=False)
+class Reading(Record):
+    """The arrays of a call, its static arguments, and how many pages are read at a time."""
 
     backend: Backend
-    arrays: dict[str, Array | None]
-    settings: Settings
+    arrays: dict[str, Array]
+    options: dict[str, Any]
     pages: int
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("arrays", "options")
 
     @property
     def groups(self) -> int:
-        """How many groups there are; the last begins before its turn where the number of pages asks for it."""
+        """How many groups there are; the last overlaps the one before where the number of pages asks for it."""
         return -(-self._total // self.pages)
 
     @property
+    def device(self) -> str | None:
+        """The device of the arrays."""
+        return self.backend.device_of(self.arrays["q"])
+
+    @property
     def _total(self) -> int:
-        return int(self.arrays["k"].shape[0])  # type: ignore[union-attr]  # there are keys
+        return int(self.arrays["k"].shape[0])
 
     def start(self, i: Any) -> Any:
         """Return the first page of a group."""
@@ -74,70 +80,69 @@ class Reading(NamedTuple):
 
     def group(self, i: Any) -> Group:
         """Return the problem of a group."""
-        xp, given = self.backend.namespace(), self.arrays
-        paged = [name for name in PAGED if given[name] is not None and not (name == "bias" and self.settings.bias)]
-        x: dict[str, Any] = given | {name: self.part(given[name], i) for name in paged}
-        owners, size, n_q = x["owners"], self.settings.sizes.n_k, self.settings.sizes.n_q
+        xp, structured = self.backend.namespace(), "bias_structure" in self.options
+        paged = [name for name in PAGED if name in self.arrays and not (name == "bias" and structured)]
+        x = self.arrays | {name: self.part(self.arrays[name], i) for name in paged}
+        owners, size, n_q = x.pop("owners"), self.options["sizes"].n_k, self.options["sizes"].n_q
         if self.groups > 1:  # a page that the group before had too counts once
             owners = xp.where(self.start(i) + self._count() >= i * self.pages, owners, xp.full_like(owners, -1))
         entries = xp.clip(owners, 0, None)
-        start = x["numbers"] * size  # (G,): the position of a page's first key
-        lengths = xp.take(x["counts"], entries, axis=0)
-        held = xp.where(owners >= 0, xp.clip(lengths - start, 0, size), xp.zeros_like(start))
-        q = xp.take(x["q"], entries, axis=0)  # (G, H, n_q, d_k)
-        offset = lengths - n_q - start
-        arrays = (q, x["k"], x["v"], x["bias"], None, x["mask"], offset, held, x["q_segments"], x["k_segments"], None)
-        return Group(arrays, owners, entries)
+        start = x.pop("numbers") * size  # (G,): the position of a page's first key
+        lengths = xp.take(x.pop("counts"), entries, axis=0)
+        x["key_lengths"] = xp.where(owners >= 0, xp.clip(lengths - start, 0, size), xp.zeros_like(start))
+        x["q_offset"] = lengths - n_q - start
+        q, k, v = xp.take(x.pop("q"), entries, axis=0), x.pop("k"), x.pop("v")  # q (G, H, n_q, d_k)
+        x.pop("sinks", None)  # of each entry, not of each page
+        options = {name: value for name, value in self.options.items() if name != "kernel"}
+        return Group(q, k, v, make_problem(self.backend, q, self.device, **x, **options), owners, entries)
 
     def _count(self) -> Array:
         xp = self.backend.namespace()
-        return xp.arange(self.pages, dtype=xp.int32, device=self.backend.native_device(self.settings.device))
+        return xp.arange(self.pages, dtype=xp.int32, device=self.backend.native_device(self.device))
 
 
-def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
-    """Choose the kernel that reads the pages."""
-    x = dict(zip(ARRAYS, arrays, strict=True))
-    seen = (
-        x["q"], x["k"], x["v"], x["bias"], None, x["mask"], x["numbers"], x["numbers"],
-        x["q_segments"], x["k_segments"], None,
-    )  # fmt: skip
-    return static | prepare_attention(place, seen, static)
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    reading: Reading
+    out: Array
+    lse: Array
 
 
-def forward(backend: Backend, *arrays: Array, settings: Settings, pages: int) -> tuple[Array, tuple[Any, ...]]:
-    """Return out (B, H, n_q, d_v); save the arrays, out and lse."""
-    out, lse = _compiled(backend, settings, pages)(*arrays)
-    return out, (*arrays, out, lse)
+def forward(backend: Backend, *, pages: int, options: dict[str, Any], **arrays: Array) -> tuple[Array, Saved]:
+    """Return out (B, H, n_q, d_v)."""
+    reading = Reading(backend, arrays, options, pages)
+    flat, structure = flatten(reading)
+    out, lse = _compiled(backend, structure)(*flat)
+    return out, Saved(reading, out, lse)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(backend: Backend, settings: Settings, pages: int) -> Callable[..., tuple[Array, Array]]:
+def _compiled(backend: Backend, structure: Structure) -> Callable[..., tuple[Array, Array]]:
     """Return the forward as one program, where the library compiles any."""
-    return backend.jit(functools.partial(_forward, backend, settings, pages))
+    return backend.jit(lambda *arrays: _read(structure.build(arrays)))
 
 
-def _forward(backend: Backend, settings: Settings, pages: int, *arrays: Array) -> tuple[Array, Array]:
+def _read(reading: Reading) -> tuple[Array, Array]:
     """Return out (B, H, n_q, d_v) and lse (B, H, n_q)."""
-    x = dict(zip(ARRAYS, arrays, strict=True))
-    xp, q = backend.namespace(), x["q"]
-    reading = Reading(backend, x, settings, pages)
-    rows, device = tuple(q.shape[:-1]), backend.native_device(settings.device)
+    backend, x, kernel = reading.backend, reading.arrays, reading.options["kernel"]
+    xp, q, d_v = backend.namespace(), x["q"], reading.options["sizes"].d_v
+    rows, device = tuple(q.shape[:-1]), backend.native_device(reading.device)
 
     def one(i: Any) -> tuple[Array, Array]:
         group = reading.group(i)
-        out, saved = attention_forward(backend, *group.arrays, settings=settings)
-        return joined(backend, group.owners, widen(xp, out), saved[-1], rows[0])
+        out, lse = _attention.kernel_for(group.problem, kernel).forward(group.q, group.k, group.v, group.problem)
+        return joined(backend, group.owners, widen(xp, out), lse, rows[0])
 
     if reading.groups == 1:
         out, lse = one(0)
     else:
         dtype = wide(xp, q.dtype)
         nothing = (
-            xp.zeros((*rows, settings.sizes.d_v), dtype=dtype, device=device),
-            xp.full(rows, -math.inf, dtype=dtype, device=device),
-        )
+            xp.zeros((*rows, d_v), dtype=dtype, device=device), xp.full(rows, -math.inf, dtype=dtype, device=device)
+        )  # fmt: skip
         (out, lse), _ = backend.scan(lambda carry, i: (merge(xp, carry, one(i)), ()), nothing, reading.groups)
-    if x["sinks"] is not None:  # one more key, whose value is zero
+    if "sinks" in x:  # one more key, whose value is zero
         sinks = cast(xp, x["sinks"], lse.dtype)[:, None]
         out, lse = merge(xp, (out, lse), (xp.zeros_like(out), sinks))
     return cast(xp, out, q.dtype), lse
@@ -164,38 +169,37 @@ def joined(backend: Backend, owners: Array, out: Array, lse: Array, batch: int) 
     return out, xp.where(empty, largest, base + xp.log(total))
 
 
-def backward(
-    backend: Backend, dout: Array, saved: tuple[Any, ...], *, settings: Settings, pages: int
-) -> tuple[Any, ...]:
-    """Return a gradient for each array: each page's from what its rows are over all their keys."""
-    *arrays, out, lse = saved
-    x = dict(zip(ARRAYS, arrays, strict=True))
-    xp, table = backend.namespace(), settings.bias is not None
-    reading = Reading(backend, x, settings, pages)
-    put = backend.update_slice
+def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
+    """Return the gradients: each page's from what its rows are over all their keys."""
+    reading, out, lse = saved
+    xp, x, put = backend.namespace(), reading.arrays, backend.update_slice
+    structured = "bias_structure" in reading.options
 
     def one(carry: Any, i: Any) -> tuple[Any, tuple[()]]:
-        group, (dq, *totals) = reading.group(i), carry
+        group, (dq, dk, dv, dbias) = reading.group(i), carry
         dout_, out_, lse_ = (xp.take(y, group.entries, axis=0) for y in (dout, out, lse))
-        saved = (*group.arrays, out_, lse_)
-        dq_, *parts = attention_backward(backend, dout_, saved, settings=settings)[:4]
-        dq = backend.index_add(dq, group.entries, widen(xp, dq_))
-        for k, (name, total, part) in enumerate(zip(("k", "v", "bias"), totals, parts, strict=True)):
-            if part is not None and name == "bias" and table:
-                totals[k] = total + part
-            elif part is not None:  # pages that two groups have are zero in one of them
-                totals[k] = put(total, reading.part(total, i) + part, reading.start(i), 0)
-        return (dq, *totals), ()
+        kernel = _attention.kernel_for(group.problem, reading.options["kernel"])
+        grads = kernel.backward(dout_, None, group.q, group.k, group.v, out_, lse_, group.problem)
+        dq = backend.index_add(dq, group.entries, widen(xp, grads[0]))
 
-    zeros = (None if y is None else xp.zeros_like(y) for y in (widen(xp, x["q"]), x["k"], x["v"], x["bias"]))
-    (dq, dk, dv, dbias), _ = backend.scan(one, tuple(zeros), reading.groups)
+        def add(total: Array, part: Array) -> Array:  # pages that two groups have are zero in one of them
+            return put(total, reading.part(total, i) + part, reading.start(i), 0)
+
+        dk, dv = add(dk, grads[1]), add(dv, grads[2])
+        if dbias is not None:
+            dbias = dbias + grads[3] if structured else add(dbias, grads[3])
+        return (dq, dk, dv, dbias), ()
+
+    zeros = (xp.zeros_like(y) for y in (widen(xp, x["q"]), x["k"], x["v"]))
+    start = (*zeros, xp.zeros_like(x["bias"]) if "bias" in x else None)
+    (dq, dk, dv, dbias), _ = backend.scan(one, start, reading.groups)
     dsinks = None
-    if x["sinks"] is not None:
+    if "sinks" in x:
         shift = xp.sum(widen(xp, dout) * widen(xp, out), axis=-1)  # (B, H, n_q)
         lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
         weights = xp.exp(cast(xp, x["sinks"], lse.dtype)[None, :, None] - lse)
         dsinks = cast(xp, -xp.sum(weights * shift, axis=(0, 2)), x["sinks"].dtype)
-    return cast(xp, dq, x["q"].dtype), dk, dv, dbias, dsinks, *(None for _ in ARRAYS[5:])
+    return AttentionGrads(cast(xp, dq, x["q"].dtype), dk, dv, dbias, dsinks)
 
 
-operation = Operation("PagedKVCache.attention", forward, backward, prepare)
+OPERATION = Operation("PagedKVCache.attention", forward, backward)
