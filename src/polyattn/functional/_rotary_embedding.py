@@ -45,8 +45,6 @@ class Rotation(NamedTuple):
     """Numbers of float64: bytes are a constant to torch.compile, which makes a field's floats symbolic."""
     magnitude: float
     interleaved: bool
-    tables: bool = False
-    """Whether tables give the cosines and sines instead."""
 
 
 class Saved(NamedTuple):
@@ -54,7 +52,9 @@ class Saved(NamedTuple):
 
     cos: Array
     sin: Array
-    rotation: Rotation
+    interleaved: bool
+    bounded: bool
+    """Whether no cosine or sine is more than 1."""
 
 
 def forward(
@@ -63,6 +63,8 @@ def forward(
 ) -> tuple[Array, Saved]:  # fmt: skip
     """Return each pair (x₁, x₂) rotated by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
+    magnitude = concrete(rotation.magnitude)
+    bounded = cos is None and magnitude <= 1
     if cos is None or sin is None:
         if positions is None:
             positions = counted(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
@@ -73,24 +75,24 @@ def forward(
             count = cos.shape[0]
             cos, sin = (_embedding.forward(backend, positions, t, count=count, seen=seen)[0] for t in (cos, sin))
         cos, sin = widen(xp, cos), widen(xp, sin)  # (…, n, dim / 2)
-    magnitude = concrete(rotation.magnitude)
     if magnitude != 1:
         cos, sin = cos * magnitude, sin * magnitude
     if x.ndim > 2:
         cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
-    return _rotated(backend, x, cos, sin, rotation), Saved(cos, sin, rotation)
+    saved = Saved(cos, sin, rotation.interleaved, bounded)
+    return _rotated(backend, x, saved), saved
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> RotaryEmbeddingGrads:
     """Return dy rotated by the negative angles."""
-    cos, sin, rotation = saved
-    return RotaryEmbeddingGrads(_rotated(backend, dy, cos, -sin, rotation), None, None, None, None)
+    return RotaryEmbeddingGrads(_rotated(backend, dy, saved._replace(sin=-saved.sin)), None, None, None, None)
 
 
-def _rotated(backend: Backend, x: Array, cos: Array, sin: Array, rotation: Rotation) -> Array:
+def _rotated(backend: Backend, x: Array, angles: Saved) -> Array:
     """Rotate the pairs of the first features, and leave the rest."""
-    xp, half = backend.namespace(), cos.shape[-1]
-    dim, interleaved = 2 * half, rotation.interleaved
+    xp, (cos, sin, interleaved, bounded) = backend.namespace(), angles
+    half = cos.shape[-1]
+    dim = 2 * half
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, half), slice(half, dim))
 
     def rotated(x: Array) -> Array:
@@ -99,8 +101,7 @@ def _rotated(backend: Backend, x: Array, cos: Array, sin: Array, rotation: Rotat
         return xp.reshape(xp.stack([y1, y2], axis=-1), x.shape) if interleaved else xp.concat([y1, y2], axis=-1)
 
     pairs = widen(xp, x[..., :dim])
-    # No product overflows where no cosine is more than 1.
-    y = apply_linear(backend, rotated, pairs) if rotation.tables or concrete(rotation.magnitude) > 1 else rotated(pairs)
+    y = rotated(pairs) if bounded else apply_linear(backend, rotated, pairs)
     y = cast(xp, y, x.dtype)
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
 
@@ -216,7 +217,6 @@ def _check(
             raise ArgumentError("tables: expected no offset, base or scaling beside them: they say what those would")
     rotation = checked_rotation(x, base, dim, interleaved, scaling)
     cos, sin = (None, None) if tables is None else tables
-    rotation = rotation._replace(tables=tables is not None)
     seen = cos is not None and positions is not None and checked_indices(positions, cos.shape[0], "positions")
     arrays = {
         "x": x, "positions": positions, "offset": offset if start is None else None, "cos": cos, "sin": sin,
