@@ -17,6 +17,7 @@ from ._arguments import expect_broadcastable, static_integer
 from ._checks import expect_floating, expect_one_dtype, expect_rank, expect_shape, is_integer, is_number, shown
 from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._embedding import checked_indices
+from ._range import apply_linear
 from ._rotary_angles import counted, rotary_angles, signed
 from ._rotary_scaling import RotaryScaling
 
@@ -52,6 +53,8 @@ class Saved(NamedTuple):
     cos: Array
     sin: Array
     interleaved: bool
+    bounded: bool
+    """Whether no cosine or sine is more than 1."""
 
 
 def forward(
@@ -60,6 +63,8 @@ def forward(
 ) -> tuple[Array, Saved]:  # fmt: skip
     """Return each pair (x₁, x₂) rotated by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
+    magnitude = concrete(rotation.magnitude)
+    bounded = cos is None and magnitude <= 1
     if cos is None or sin is None:
         if positions is None:
             positions = counted(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
@@ -70,28 +75,33 @@ def forward(
             count = cos.shape[0]
             cos, sin = (_embedding.forward(backend, positions, t, count=count, seen=seen)[0] for t in (cos, sin))
         cos, sin = widen(xp, cos), widen(xp, sin)  # (…, n, dim / 2)
-    magnitude = concrete(rotation.magnitude)
     if magnitude != 1:
         cos, sin = cos * magnitude, sin * magnitude
     if x.ndim > 2:
         cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
-    return _rotated(xp, x, cos, sin, rotation.interleaved), Saved(cos, sin, rotation.interleaved)
+    saved = Saved(cos, sin, rotation.interleaved, bounded)
+    return _rotated(backend, x, saved), saved
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> RotaryEmbeddingGrads:
     """Return dy rotated by the negative angles."""
-    xp, (cos, sin, interleaved) = backend.namespace(), saved
-    return RotaryEmbeddingGrads(_rotated(xp, dy, cos, -sin, interleaved), None, None, None, None)
+    return RotaryEmbeddingGrads(_rotated(backend, dy, saved._replace(sin=-saved.sin)), None, None, None, None)
 
 
-def _rotated(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+def _rotated(backend: Backend, x: Array, angles: Saved) -> Array:
     """Rotate the pairs of the first features, and leave the rest."""
+    xp, (cos, sin, interleaved, bounded) = backend.namespace(), angles
     half = cos.shape[-1]
     dim = 2 * half
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, half), slice(half, dim))
-    x1, x2 = widen(xp, x[..., first]), widen(xp, x[..., second])  # (…, H, n, dim / 2)
-    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    y = xp.reshape(xp.stack([y1, y2], axis=-1), (*x.shape[:-1], dim)) if interleaved else xp.concat([y1, y2], axis=-1)
+
+    def rotated(x: Array) -> Array:
+        x1, x2 = x[..., first], x[..., second]  # (…, H, n, dim / 2)
+        y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        return xp.reshape(xp.stack([y1, y2], axis=-1), x.shape) if interleaved else xp.concat([y1, y2], axis=-1)
+
+    pairs = widen(xp, x[..., :dim])
+    y = rotated(pairs) if bounded else apply_linear(backend, rotated, pairs)
     y = cast(xp, y, x.dtype)
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
 
