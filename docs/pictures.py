@@ -46,7 +46,7 @@ def draw(folder: Path) -> None:
     layer = pa.MultiHeadAttention(32, 4, seed=2)
     figure = Figure(layout="constrained")
     plot.attention_map(
-        layer.attention_weights(4 * x, causal=True), title="a layer that has learnt nothing", figure=figure
+        layer.attention_weights(4 * x, causal=True), title="a layer before training", figure=figure
     )
     figure.savefig(folder / "heads.png", dpi=70)
 
