@@ -45,9 +45,7 @@ def draw(folder: Path) -> None:
     x = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
     layer = pa.MultiHeadAttention(32, 4, seed=2)
     figure = Figure(layout="constrained")
-    plot.attention_map(
-        layer.attention_weights(4 * x, causal=True), title="a layer before training", figure=figure
-    )
+    plot.attention_map(layer.attention_weights(4 * x, causal=True), title="a layer before training", figure=figure)
     figure.savefig(folder / "heads.png", dpi=70)
 
 
