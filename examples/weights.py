@@ -1,8 +1,8 @@
 """Load the weights of a torch encoder into polyattn's layers, train them there, and load them back into torch.
 
 The encoder is torch's ``nn.TransformerEncoder``. Its weights are converted to polyattn's blocks, on any backend, and
-the outputs agree. The hand-written backward trains the blocks to compute running means over the rows. Then the weights are
-converted back, and torch's encoder computes the running means.
+the outputs agree. The hand-written backward trains the blocks to compute running means over the rows. Then the weights
+are converted back, and torch's encoder computes the running means.
 
     python examples/weights.py --backend numpy
 
