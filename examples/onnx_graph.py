@@ -8,8 +8,8 @@ reference evaluator on the same graph.
     python examples/onnx_graph.py --backend torch
     python examples/onnx_graph.py --backend jax --save block.onnx
 
-For a model of your own: ``ReferenceEvaluator("model.onnx", new_ops=operators("torch"))``; the
-evaluator's own code computes every other operator. Needs onnx: pip install "polyattn[onnx]"
+For a model of your own: ``ReferenceEvaluator("model.onnx", new_ops=operators("torch"))``. The evaluator itself computes
+all operators but attention, norms, rotary embedding, softmax and GELU. Needs onnx: pip install "polyattn[onnx]"
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""docs/mathematics.md names the functions that compute its formulas: each of them exists."""
+"""The pages name what the code has: mathematics.md the functions of its formulas, plugins.md the whole contract."""
 
 import importlib
 import pkgutil
@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from polyattn import functional
+from polyattn.backend import ArrayState, Backend
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "mathematics.md"
-NAMES = re.findall(r"`(polyattn(?:\.\w+)+)`", PAGE.read_text(encoding="utf-8"))
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+NAMES = re.findall(r"`(polyattn(?:\.\w+)+)`", (DOCS / "mathematics.md").read_text(encoding="utf-8"))
+CONTRACT = {*vars(Backend), *Backend.__annotations__, *ArrayState._fields}
 OPERATIONS = [
     module.name
     for module in pkgutil.iter_modules(functional.__path__)
@@ -37,3 +39,11 @@ def test_every_operation_is_named(operation: str) -> None:
 def test_there_are_operations_and_names() -> None:
     assert len(OPERATIONS) > 10
     assert len(NAMES) > 2 * len(OPERATIONS)
+
+
+@pytest.mark.parametrize("member", sorted(name for name in CONTRACT if not name.startswith("_")))
+def test_the_guide_describes_every_member_of_the_contract(member: str) -> None:
+    page = (DOCS / "plugins.md").read_text(encoding="utf-8")
+    contract = page.split("## The contract\n")[1].split("\n## ")[0]
+    described = {name for code in re.findall(r"`([^`]+)`", contract) for name in re.findall(r"\w+", code)}
+    assert member in described
