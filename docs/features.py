@@ -1,4 +1,6 @@
-"""Write the table of features.md from what the backends say: ``python docs/features.py``, with every library but CuPy.
+"""Write the table of features.md from what the backends declare: ``python docs/features.py``.
+
+Every library but CuPy must be installed.
 
 A test compares the page with what this would write.
 """
@@ -17,9 +19,9 @@ MARKS = {True: "yes", False: "no", None: "?"}
 
 
 def written() -> str:
-    """Return the table, and the reasons beneath it."""
+    """Return the table, and the reasons below it."""
     ready = {info.name for info in registry.list_backends() if info.state == "ready"}
-    # CuPy's column is what its plugin says, also on a machine where CuPy itself could be asked.
+    # The column of CuPy is what its plugin declares, even on a machine where CuPy can be used.
     found = {name: features_of(registry.load(name), ready=name in ready - {"cupy"}) for name in BACKENDS}
     lines = [f"| feature | what it is | {' | '.join(BACKENDS)} |", f"| --- | --- |{' --- |' * len(BACKENDS)}"]
     for name, feature in FEATURES.items():
@@ -36,7 +38,7 @@ def written() -> str:
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """Return what stands before the table, the table, and what stands behind it."""
+    """Return the text before the table, the table, and the text after it."""
     before, rest = page.split(BEGIN)
     table, behind = rest.split(END)
     return before, table, behind

@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw themselves: no script, and nothing is loaded from elsewhere."""
+"""Formulas as MathML, which browsers render: no script, and nothing is loaded from other servers."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def inline(writer: Any, node: Any) -> None:
 
 
 def block(writer: Any, node: Any) -> None:
-    """Write a formula of its own, or equations below each other."""
+    """Write a displayed formula, or aligned equations."""
     formula = node.astext().strip()
     if "&" in formula or r"\\" in formula:
         formula = rf"\begin{{align*}}{formula}\end{{align*}}"
@@ -22,6 +22,6 @@ def block(writer: Any, node: Any) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Tell Sphinx."""
+    """Register the renderer with Sphinx."""
     app.add_html_math_renderer("mathml", (inline, None), (block, None))
     return {"parallel_read_safe": True}

@@ -1,8 +1,8 @@
-"""Read handwritten digits with one attention block, trained by polyattn's own backward passes.
+"""Classify handwritten digits with one attention block, trained by polyattn's own backward passes.
 
-An image of eight by eight pixels is a sequence of eight rows: the model sees eight tokens of eight
-brightnesses, each with its position. It learns from 1,437 images, is tested on the other 360, and
-leaves a picture of what its heads look at.
+An image of eight by eight pixels is a sequence of eight tokens: each row of pixels, with its position.
+The model is trained on 1,437 images and tested on the other 360. The program draws the attention
+weights of its heads.
 
     python examples/digits.py --backend torch
 
@@ -35,9 +35,9 @@ Parameters = dict[str, Array]
 
 
 class DigitReader:
-    """Self-attention over the rows, a feed-forward part, a classifier of their mean.
+    """Self-attention over the rows, a feed-forward layer, and a classifier of the mean over the rows.
 
-    With h = embed(x), both sublayers are residual and normalised after the sum,
+    With h = embed(x), both sublayers have a residual connection and a norm after the sum,
     as in Vaswani et al. (2017)::
 
         a = norm1(h + attention(h))
@@ -46,7 +46,7 @@ class DigitReader:
     """
 
     def __init__(self, width: int = 64, heads: int = 4, seed: int = 0, dtype: str = "float32") -> None:
-        seeds = iter(range(seed * 10, seed * 10 + 10))  # no two layers start alike
+        seeds = iter(range(seed * 10, seed * 10 + 10))  # every layer has its own
 
         def projection(inputs: int, outputs: int) -> pa.Projection:
             return pa.Projection(inputs, outputs, seed=next(seeds), dtype=dtype)
@@ -66,7 +66,7 @@ class DigitReader:
         return self.layers["embed"].backend
 
     def place(self, x: np.ndarray) -> Array:
-        """Return an array where the parameters are."""
+        """Move an array to the library and device of the parameters."""
         return pa.to_backend(x, self.backend, self.layers["embed"].device)
 
     def parameters(self) -> Parameters:
@@ -103,7 +103,7 @@ class DigitReader:
         return grads
 
     def attention_weights(self, x: Array) -> Array:
-        """Return what each row looks at, (batch, heads, 8 rows that look, 8 rows looked at)."""
+        """Return the attention weights, (batch, heads, 8 query rows, 8 key rows)."""
         return self.layers["attention"].attention_weights(self.layers["embed"](x))
 
     def _forward(self, name: str, x: Array, caches: dict[str, Any]) -> Array:
@@ -117,7 +117,7 @@ class DigitReader:
 
 
 def digits(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Return (features, labels) to learn from and to test on; a row's features are its pixels and its position."""
+    """Return (features, labels) of training and of test images; the features are pixels and position."""
     images, labels = load_digits(return_X_y=True)
     pixels = images.reshape(-1, ROWS, 8).astype(np.float32) / 16.0
     position = np.broadcast_to(np.eye(ROWS, dtype=np.float32), pixels.shape)
@@ -143,13 +143,13 @@ def training_step(model: DigitReader, optimiser: Any) -> Callable[..., tuple[Par
 
 
 def batches(count: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield the indices of each batch of one epoch, in a new order; the last, short batch is left out."""
+    """Yield the indices of each batch of one epoch, in random order; an incomplete last batch is omitted."""
     order = rng.permutation(count)
     yield from (order[start : start + BATCH] for start in range(0, count - BATCH + 1, BATCH))
 
 
 def train(x: np.ndarray, labels: np.ndarray, epochs: int, seed: int) -> DigitReader:
-    """Train on the backend that is selected, or on NumPy."""
+    """Train on the selected backend, NumPy by default."""
     model, rng = DigitReader(seed=seed), np.random.default_rng(seed)
     optimiser = pa.optim.AdamW(pa.optim.cosine(LEARNING_RATE, total_steps=epochs * (len(x) // BATCH)))
     parameters = model.parameters()
@@ -164,7 +164,7 @@ def train(x: np.ndarray, labels: np.ndarray, epochs: int, seed: int) -> DigitRea
 
 
 def draw(images: np.ndarray, titles: list[str], weights: np.ndarray, path: Path) -> None:
-    """Draw images beside the weights (images, heads, 8, 8) that each head gives their rows."""
+    """Draw images next to the attention weights of their rows, (images, heads, 8, 8)."""
     heads = weights.shape[1]
     figure = Figure(figsize=(2.1 * (heads + 1) + 0.6, 2.15 * len(images) + 0.5), layout="constrained")
     grid = figure.subplots(len(images), heads + 1, squeeze=False)
@@ -174,17 +174,17 @@ def draw(images: np.ndarray, titles: list[str], weights: np.ndarray, path: Path)
         for axes, head in zip(maps, weight, strict=True):
             shown = axes.imshow(head, cmap="viridis", vmin=0, vmax=float(weights.max()))
             axes.set(xticks=range(ROWS), yticks=range(ROWS))
-        maps[0].set_ylabel("row that looks")
+        maps[0].set_ylabel("query row")
     for number, (top, bottom) in enumerate(zip(grid[0, 1:], grid[-1, 1:], strict=True), start=1):
         top.set_title(f"head {number}")
-        bottom.set_xlabel("row looked at")
+        bottom.set_xlabel("key row")
     figure.colorbar(shown, ax=grid, shrink=0.5, label="weight")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
 def run(epochs: int, seed: int, output: Path) -> tuple[str, float]:
-    """Train, test, draw; return the backend that computed and the accuracy on the test images."""
+    """Train, test and draw; return the name of the backend and the accuracy on the test images."""
     (x, labels), (test_x, test_labels) = digits(seed)
     model = train(x, labels, epochs, seed)
     native = model.place(test_x)
@@ -197,16 +197,16 @@ def run(epochs: int, seed: int, output: Path) -> tuple[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description="Read handwritten digits with one attention block.")
+    parser = argparse.ArgumentParser(description="Classify handwritten digits with one attention block.")
     parser.add_argument("--backend", help="default: POLYATTN_BACKEND, or numpy")
-    parser.add_argument("--epochs", type=int, default=20, help="times to go through the images; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters, split and order; default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the training images; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="for parameters, split and order; default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/digits.png"), help="picture; default: %(default)s")
     options = parser.parse_args(arguments)
 
     began = time.perf_counter()
     selection = pa.use_backend(options.backend) if options.backend else nullcontext(pa.get_backend())
-    # Matrices this small gain nothing from threads. The limit reaches the libraries that are loaded by now.
+    # Threads do not speed up matrices of this size. The limit applies to the libraries that are loaded at this point.
     with selection, threadpool_limits(1):
         backend, accuracy = run(options.epochs, options.seed, options.output)
     print(f"{backend}: test accuracy {accuracy:.4f} in {time.perf_counter() - began:.1f} s; see {options.output}")

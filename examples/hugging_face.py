@@ -1,16 +1,16 @@
-"""Put polyattn into a Hugging Face model: the same logits and gradients, it learns, and it writes with a cache.
+"""Use polyattn in a Hugging Face model: compare logits and gradients with eager, train, and generate with a cache.
 
     python examples/hugging_face.py
     python examples/hugging_face.py --model qwen3 --backend numpy
 
-Nothing is downloaded: the models are small, and their weights random. One that is pretrained takes no more than::
+Nothing is downloaded: the models are small, with random weights. For a pretrained model these lines are enough::
 
     from polyattn.interop.transformers import register
 
     register()
     model = AutoModelForCausalLM.from_pretrained("…", attn_implementation="polyattn")
 
-"eager" is transformers' own attention, written out in torch; everything but attention is the same code in both runs.
+"eager" is transformers' own attention in plain torch; the rest of the model is the same code in both runs.
 With ``--backend`` another library computes attention. Needs: pip install "polyattn[transformers]"
 """
 
@@ -41,18 +41,18 @@ Tensor = torch.Tensor
 
 
 def rows(count: int, length: int = LENGTH) -> Tensor:
-    """Return rows of numbers, each some fixed step after the one before, modulo 32."""
+    """Return arithmetic sequences modulo 32, each with its own start and step."""
     start, step = torch.randint(NUMBERS, (count, 1)), torch.randint(1, 8, (count, 1))
     return (start + step * torch.arange(length)) % NUMBERS
 
 
 def loss_of(logits: Tensor, ids: Tensor, there: Tensor) -> Tensor:
-    """Return how badly each number says the next, where there is one."""
+    """Return the cross-entropy of predicting each next number that is not padding."""
     return functional.cross_entropy(logits[:, :-1][there[:, 1:].bool()], ids[:, 1:][there[:, 1:].bool()])
 
 
 def logits_and_gradients(model: Any, implementation: str, ids: Tensor, there: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the logits where there is no padding, and the gradients of their loss."""
+    """Return the logits at positions that are not padding, and the gradients of their loss."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     logits = model(input_ids=ids, attention_mask=there).logits
@@ -61,7 +61,7 @@ def logits_and_gradients(model: Any, implementation: str, ids: Tensor, there: Te
 
 
 def differences(model: Any) -> tuple[float, float]:
-    """Return how far we are from eager, in logits and in gradients, relative to the largest of them."""
+    """Return the largest differences from eager in logits and gradients, relative to the largest element."""
     ids, there = rows(8), torch.ones(8, LENGTH, dtype=torch.long)
     there[::2, -5:] = 0  # every other row is shorter, and padded
     ids = torch.where(there.bool(), ids, PADDING)
@@ -74,7 +74,7 @@ def differences(model: Any) -> tuple[float, float]:
 
 
 def train(model: Any, steps: int) -> list[float]:
-    """Teach it to count, with polyattn's backward in attention; return the losses."""
+    """Train the model to continue sequences, with polyattn's backward in attention; return the losses."""
     model.set_attn_implementation("polyattn")
     optimiser, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for _ in range(steps):
@@ -88,7 +88,7 @@ def train(model: Any, steps: int) -> list[float]:
 
 
 def continued(model: Any, implementation: str, start: Tensor, count: int) -> Tensor:
-    """Return what the model writes after the start, a token at a time, keys and values in a cache."""
+    """Return what the model generates after the start, one token at a time, with a key-value cache."""
     model.set_attn_implementation(implementation)
     written = model.generate(
         start, attention_mask=torch.ones_like(start), max_new_tokens=count, do_sample=False, use_cache=True
@@ -97,16 +97,16 @@ def continued(model: Any, implementation: str, start: Tensor, count: int) -> Ten
 
 
 def main(arguments: list[str] | None = None) -> tuple[float, float, list[float], float, bool]:
-    parser = argparse.ArgumentParser(description="Put polyattn into a Hugging Face model.")
+    parser = argparse.ArgumentParser(description="Use polyattn in a Hugging Face model.")
     parser.add_argument("--model", choices=MODELS, default="llama", help="default: %(default)s")
-    parser.add_argument("--backend", help="who computes attention; default: POLYATTN_BACKEND, or torch")
-    parser.add_argument("--steps", type=int, default=150, help="of training; default: %(default)s")
+    parser.add_argument("--backend", help="the backend of attention; default: POLYATTN_BACKEND, or torch")
+    parser.add_argument("--steps", type=int, default=150, help="training steps; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)
 
     register(backend=options.backend)
     torch.manual_seed(options.seed)
-    with threadpool_limits(1):  # matrices this small gain nothing from threads
+    with threadpool_limits(1):  # threads do not speed up matrices of this size
         model = transformers.AutoModelForCausalLM.from_config(MODELS[options.model]())
         logits, grads = differences(model)
         print(f"logits within {logits:.1e} of eager's, gradients within {grads:.1e}")

@@ -1,8 +1,8 @@
-"""Train a small transformer of polyattn's layers the way one trains in JAX: layers are pytrees, one step is compiled.
+"""Train a small transformer of polyattn's layers in JAX: layers are pytrees, and the training step is compiled.
 
-The task: read twelve letters, and write them backwards. Embeddings of letter and place go through two blocks, one
-after the other in a ``lax.scan``, to the scores of the letters. ``jax.grad`` differentiates the whole with respect
-to the model, through polyattn's own backward passes.
+The task is to reverse a text of twelve letters. Embeddings of letter and position go through two blocks in a
+``lax.scan``, then through a projection to the logits of the letters. ``jax.grad`` differentiates the loss with respect
+to the model and calls polyattn's backward passes.
 
     python examples/jax_training.py
 
@@ -30,7 +30,7 @@ Model = dict[str, pa.layers.Layer]
 
 
 def new_model(seed: int = 0) -> Model:
-    """Return the layers by name. The blocks are one layer whose every parameter has a new first axis."""
+    """Return the layers by name. The blocks are stacked: one layer whose parameters have an additional first axis."""
     here = {"backend": "jax"}
     blocks = [pa.TransformerBlock(WIDTH, HEADS, seed=seed * 10 + i, **here) for i in range(BLOCKS)]
     return {
@@ -42,7 +42,7 @@ def new_model(seed: int = 0) -> Model:
 
 
 def predict(model: Model, text: Array) -> Array:
-    """Return the scores (batch, 12, 26) for texts (batch, 12)."""
+    """Return the logits (batch, 12, 26) for texts (batch, 12)."""
     h = model["letters"](text) + model["places"](jnp.arange(LENGTH))  # (batch, 12, width)
     h, _ = lax.scan(lambda h, block: (block(h), None), h, model["blocks"])
     return model["classify"](h)
@@ -62,7 +62,7 @@ def step(model: Model, velocity: Model, text: Array) -> tuple[Model, Model, Arra
 
 
 def gradients_by_hand(model: Model, text: Array) -> Model:
-    """Return what ``jax.grad`` gives, by calling each layer's forward, and its backward in reverse order."""
+    """Return the gradients of ``jax.grad`` by calling every layer's forward, then their backwards in reverse order."""
     letters, letters_cache = model["letters"].forward(text)
     places, places_cache = model["places"].forward(jnp.arange(LENGTH))
     h, block_caches = letters + places, []
@@ -94,9 +94,9 @@ def texts(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description="Train layers of polyattn's in JAX to write a text backwards.")
+    parser = argparse.ArgumentParser(description="Train polyattn's layers in JAX to reverse a text.")
     parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and texts; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="for parameters and texts; default: %(default)s")
     options = parser.parse_args(arguments)
 
     began, rng = time.perf_counter(), np.random.default_rng(options.seed)

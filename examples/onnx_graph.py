@@ -1,15 +1,15 @@
-"""Run an ONNX graph on any backend: a transformer's attention with its cache, made with onnx.helper.
+"""Run an ONNX graph on any backend: a transformer's attention with a key-value cache, built with onnx.helper.
 
-The graph is the attention half of a Llama's block: RMSNormalization, projections, RotaryEmbedding, Attention with
-grouped heads over the keys and values so far, and the sum with what came in. First a text of seven tokens goes
-through at once, then two more, one at a time, each with the keys and values of those before it. onnx's own
-reference evaluator runs the same graph beside it.
+The graph is the attention sublayer of a Llama block: RMSNormalization, projections, RotaryEmbedding, Attention with
+grouped heads and cached keys and values, and the residual connection. The first call computes seven tokens; two more
+calls compute one token each, with the keys and values of the earlier tokens. The result is compared with onnx's own
+reference evaluator on the same graph.
 
     python examples/onnx_graph.py --backend torch
     python examples/onnx_graph.py --backend jax --save block.onnx
 
-For a model of your own: ``ReferenceEvaluator("model.onnx", new_ops=operators("torch"))``; what is not attention,
-a norm, a rotation, softmax or GELU stays the evaluator's. Needs onnx: pip install "polyattn[onnx]"
+For a model of your own: ``ReferenceEvaluator("model.onnx", new_ops=operators("torch"))``. The evaluator itself computes
+all operators but attention, norms, rotary embedding, softmax and GELU. Needs onnx: pip install "polyattn[onnx]"
 """
 
 import argparse
@@ -31,7 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def weights(seed: int) -> Arrays:
-    """Return the parameters, and the tables of the rotary embedding."""
+    """Return the parameters, and the cosines and sines of the rotary embedding."""
     rng = np.random.default_rng(seed)
     shapes = {"q": (WIDTH, HEADS * SIZE), "k": (WIDTH, KV_HEADS * SIZE), "v": (WIDTH, KV_HEADS * SIZE)}
     shapes["out"] = (HEADS * SIZE, WIDTH)
@@ -42,16 +42,16 @@ def weights(seed: int) -> Arrays:
 
 
 def graph(parameters: Arrays) -> onnx.ModelProto:
-    """Return the model: x (batch, n, width), its positions, and the keys and values so far, to y and those now."""
+    """Return the model: from x (batch, n, width), positions, and cached keys and values, to y and the new cache."""
     node = helper.make_node
     heads = {"q_num_heads": HEADS, "kv_num_heads": KV_HEADS}
     nodes = [
         node("RMSNormalization", ["x", "norm.weight"], ["h"], epsilon=1e-6),
         *(node("MatMul", ["h", f"{name}.weight"], [name]) for name in "qkv"),
-        node("RotaryEmbedding", ["q", "cos", "sin", "positions"], ["turned_q"], num_heads=HEADS),
-        node("RotaryEmbedding", ["k", "cos", "sin", "positions"], ["turned_k"], num_heads=KV_HEADS),
+        node("RotaryEmbedding", ["q", "cos", "sin", "positions"], ["rotated_q"], num_heads=HEADS),
+        node("RotaryEmbedding", ["k", "cos", "sin", "positions"], ["rotated_k"], num_heads=KV_HEADS),
         node(
-            "Attention", ["turned_q", "turned_k", "v", "", "past_key", "past_value"],
+            "Attention", ["rotated_q", "rotated_k", "v", "", "past_key", "past_value"],
             ["attended", "present_key", "present_value"], is_causal=1, **heads,
         ),
         node("MatMul", ["attended", "out.weight"], ["projected"]),
@@ -75,11 +75,11 @@ def graph(parameters: Arrays) -> onnx.ModelProto:
 
 
 def run(evaluator: ReferenceEvaluator, x: np.ndarray) -> list[np.ndarray]:
-    """Send the first tokens through at once and the others one by one; return y of each turn."""
+    """Compute the first tokens in one call and the others one by one; return y of each call."""
     batch, length, _ = x.shape
     key = value = np.zeros((batch, KV_HEADS, 0, SIZE), dtype=np.float32)
-    turns, results = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, length))], []
-    for start, stop in turns:
+    calls, results = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, length))], []
+    for start, stop in calls:
         positions = np.broadcast_to(np.arange(start, stop), (batch, stop - start))
         inputs = {"x": x[:, start:stop], "positions": positions, "past_key": key, "past_value": value}
         y, key, value = evaluator.run(None, inputs)
@@ -89,8 +89,8 @@ def run(evaluator: ReferenceEvaluator, x: np.ndarray) -> list[np.ndarray]:
 
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description="Run an ONNX graph on any backend.")
-    parser.add_argument("--backend", help="who computes; default: POLYATTN_BACKEND, or numpy")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the model as well")
+    parser.add_argument("--backend", help="default: POLYATTN_BACKEND, or numpy")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the model to this file")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)
 

@@ -1,13 +1,13 @@
-"""Draw what attention does: its weights by head, which pairs a mask leaves, the tiles of a long problem, a training.
+"""Draw attention weights by head, the pairs that masks allow, the tiles of a long problem, and a learning curve.
 
-One layer learns to write words backwards, and is then shown at work on "POLYATTENTION": its heads have to look from
-each place to the one on the other side.
+A layer is trained to reverse words. Its attention weights on "POLYATTENTION" are drawn: each position has to attend to
+the position at the same distance from the other end.
 
     python examples/pictures.py
     python examples/pictures.py --output pictures --backend torch
 
-In a notebook the functions of ``polyattn.plot`` alone are enough: without ``axes`` or ``figure`` they make figures
-with pyplot, which the notebook shows. Needs matplotlib: pip install "polyattn[plot]"
+In a notebook the functions of ``polyattn.plot`` are enough: without ``axes`` or ``figure`` they create figures with
+pyplot, which the notebook shows. Needs matplotlib: pip install "polyattn[plot]"
 """
 
 import argparse
@@ -31,13 +31,13 @@ Array = Any
 
 
 def written(letters: np.ndarray) -> np.ndarray:
-    """Return letters (batch, places) as rows that are one at the letter and at the place, (batch, places, 39)."""
+    """Return letters (batch, positions) as one-hot vectors of letter and position, (batch, positions, 39)."""
     places = np.broadcast_to(np.eye(LENGTH, dtype=np.float32), (*letters.shape, LENGTH))
     return np.concatenate([np.eye(LETTERS, dtype=np.float32)[letters], places], axis=-1)
 
 
 def train(steps: int, seed: int) -> tuple[pa.MultiHeadAttention, list[float]]:
-    """Teach a layer to turn words around; return it and the loss of each step."""
+    """Train a layer to reverse words; return it and the loss of each step."""
     layer, rng, losses = pa.MultiHeadAttention(LETTERS + LENGTH, HEADS, seed=seed), np.random.default_rng(seed), []
     optimiser = pa.optim.AdamW(pa.optim.cosine(1e-2, total_steps=steps))
     state = optimiser.init(layer.parameters())
@@ -54,11 +54,11 @@ def train(steps: int, seed: int) -> tuple[pa.MultiHeadAttention, list[float]]:
 
 
 def draw(weights: Array, losses: list[float]) -> dict[str, Figure]:
-    """Return the pictures by name; of the weights (heads, places that look, places looked at)."""
+    """Return the pictures by name; the weights have the shape (heads, query positions, key positions)."""
     figures = {name: Figure(layout="constrained") for name in ("heads", "masks", "tiles", "training")}
 
     plot.attention_map(
-        weights, queries=list(WORD[::-1]), keys=list(WORD), title="what is written, and where it is read",
+        weights, queries=list(WORD[::-1]), keys=list(WORD), title="output letters (queries) and input letters (keys)",
         figure=figures["heads"],
     )  # fmt: skip
 
@@ -77,8 +77,8 @@ def draw(weights: Array, losses: list[float]) -> dict[str, Figure]:
 
     figures["training"].set_size_inches(8, 4.5)
     curve = plot.learning_curve(
-        range(1, len(losses) + 1), losses, title="words turned around",
-        baseline=(2 - 1 / LETTERS - 1 / LENGTH) / (LETTERS + LENGTH), baseline_label="of always saying the mean",
+        range(1, len(losses) + 1), losses, title="reversing words",
+        baseline=(2 - 1 / LETTERS - 1 / LENGTH) / (LETTERS + LENGTH), baseline_label="predicting the mean",
         axes=figures["training"].subplots(),
     )  # fmt: skip
     curve.legend()
@@ -86,15 +86,15 @@ def draw(weights: Array, losses: list[float]) -> dict[str, Figure]:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description="Draw what attention does into a folder.")
+    parser = argparse.ArgumentParser(description="Draw attention weights, masks, tiles and a learning curve.")
     parser.add_argument("--output", type=Path, default=Path("runs/pictures"), help="the folder; default: %(default)s")
-    parser.add_argument("--backend", help="who computes; default: POLYATTN_BACKEND, or numpy")
-    parser.add_argument("--steps", type=int, default=400, help="of the training; default: %(default)s")
+    parser.add_argument("--backend", help="default: POLYATTN_BACKEND, or numpy")
+    parser.add_argument("--steps", type=int, default=400, help="training steps; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)
 
     selection = pa.use_backend(options.backend) if options.backend else nullcontext()
-    with selection, threadpool_limits(1):  # matrices this small gain nothing from threads
+    with selection, threadpool_limits(1):  # threads do not speed up matrices of this size
         layer, losses = train(options.steps, options.seed)
         weights = layer.attention_weights(written(np.asarray([[ord(letter) - ord("A") for letter in WORD]])))[0]
         figures = draw(weights, losses)

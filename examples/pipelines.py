@@ -1,15 +1,15 @@
-"""Attention between SciPy and scikit-learn, on the arrays of one library from the first step to the last.
+"""Attention between SciPy and scikit-learn, on the arrays of one library in every step.
 
-A pipeline reads handwritten digits: SciPy's Fourier transform adds the spectrum of each image, scikit-learn
-scales all of it down to thirty components of length 1, and each image then attends to the images that were
-learnt, with their classes for values. Attention is, word for word, the regression of Nadaraya and Watson (1964).
-Five-fold cross-validation gives every image the weights of its ten classes, and SciPy their entropy, which
-says where the pipeline is unsure.
+A pipeline classifies handwritten digits: SciPy's Fourier transform adds the spectrum of each image, scikit-learn
+reduces it to thirty principal components of norm 1, and each image then attends to the training images, whose classes
+are the values. Attention is the same formula as the regression of Nadaraya and Watson (1964). Five-fold
+cross-validation gives every image the probabilities of its ten classes; SciPy computes their entropy, a measure of
+uncertainty.
 
     python examples/pipelines.py --arrays torch
     python examples/pipelines.py --arrays torch --backend jax
 
-With ``--backend`` attention alone is computed by another library. Needs scikit-learn 1.9 and SciPy 1.17.
+With ``--backend`` another library computes attention, and only attention. Needs scikit-learn 1.9 and SciPy 1.17.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-os.environ["SCIPY_ARRAY_API"] = "1"  # SciPy looks at it once, when it is imported
+os.environ["SCIPY_ARRAY_API"] = "1"  # SciPy reads it once, when it is imported
 
 import scipy.fft
 import scipy.special
@@ -35,23 +35,23 @@ from sklearn.preprocessing import FunctionTransformer, Normalizer
 import polyattn as pa
 
 LIBRARIES = ("numpy", "torch", "cupy", "array-api-strict")  # not JAX: scikit-learn writes into arrays
-SURE = 0.9  # the part of the images of which the pipeline is surest
+SURE = 0.9  # the fraction of images with the lowest entropy
 Array = Any
 
 
 def with_spectrum(pixels: Array) -> Array:
-    """Return the pixels (images, 64), and behind them the amplitudes of their waves (images, 40)."""
+    """Return the pixels (images, 64) concatenated with the amplitudes of their Fourier transform (images, 40)."""
     xp = array_namespace(pixels)
     images = xp.reshape(pixels, (-1, 8, 8))
-    waves = xp.abs(scipy.fft.rfft2(images)) / 8  # (images, 8, 5); divided, they weigh as much as the pixels
+    waves = xp.abs(scipy.fft.rfft2(images)) / 8  # (images, 8, 5); the division gives both the same scale
     return xp.concat([pixels, xp.reshape(waves, (-1, 40))], axis=1)  # (images, 104)
 
 
 class AttentionClassifier(ClassifierMixin, BaseEstimator):
-    """Attend to the examples that were learnt, with their classes for values.
+    """Attend to the training examples, with their classes as values.
 
-    The weight of a class is the attention that its examples get: softmax(scale · X · Xᵀ) · Y, with the examples X
-    and their classes Y, a one in each row.
+    The probability of a class is the attention weight of its examples: softmax(scale · x · Xᵀ) · Y, with the examples X
+    and their one-hot classes Y.
     """
 
     def __init__(self, scale: float = 30.0, backend: str | None = None) -> None:
@@ -83,7 +83,7 @@ def pipeline(backend: str | None = None) -> Pipeline:
 
 
 def run(arrays: str, backend: str | None) -> tuple[Array, float, float, int]:
-    """Return the weights of the classes, the accuracy, that of the surest images, and how many arrays were moved."""
+    """Return the class probabilities, the accuracy, that of the surest images, and the number of moved arrays."""
     pixels, digits = load_digits(return_X_y=True)
     x = pa.to_backend((pixels / 16).astype("float32"), arrays)
     y = pa.to_backend(digits.astype("int32"), arrays)
@@ -102,7 +102,7 @@ def run(arrays: str, backend: str | None) -> tuple[Array, float, float, int]:
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arrays", default="numpy", choices=LIBRARIES, help="their library; default: %(default)s")
-    parser.add_argument("--backend", help="where attention is computed; default: by the library of the arrays")
+    parser.add_argument("--backend", help="the backend of attention; default: the library of the arrays")
     options = parser.parse_args(arguments)
     weights, accuracy, sure, moved = run(options.arrays, options.backend)
     kind = f"{type(weights).__module__}.{type(weights).__name__}"

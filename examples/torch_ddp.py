@@ -1,9 +1,9 @@
-"""Train polyattn's layers in two processes at once, with torch's DistributedDataParallel on gloo.
+"""Train polyattn's layers in two processes, with torch's DistributedDataParallel on gloo.
 
     python examples/torch_ddp.py
 
-Each process has half of every batch, and DDP takes the mean of the gradients. What comes out is what one process
-gets from whole batches; the last line says how close.
+Each process has half of every batch, and DDP averages the gradients. The result equals that of one process with whole
+batches; the last line prints the difference.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def make_model(backend: str) -> nn.Module:
 
 
 def train(model: nn.Module, steps: int, share: slice) -> None:
-    """Take some steps with a share of each batch: the block learns to turn a row of vectors round."""
+    """Train on a share of each batch: the block learns to reverse a sequence of vectors."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         x = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))[share]
@@ -38,7 +38,7 @@ def train(model: nn.Module, steps: int, share: slice) -> None:
 
 
 def work(rank: int, processes: int, meeting: str, result: str, options: argparse.Namespace) -> None:
-    """Be one of the processes; the first one writes what was learnt."""
+    """Run one of the processes; the first one saves the parameters."""
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=processes)
     torch.set_num_threads(1)
     model = make_model(options.backend)
@@ -51,7 +51,7 @@ def work(rank: int, processes: int, meeting: str, result: str, options: argparse
 
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", default="torch", help="who computes the layers (%(default)s)")
+    parser.add_argument("--backend", default="torch", help="the backend of the layers (%(default)s)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args(arguments)

@@ -1,11 +1,11 @@
-"""Train a torch model whose transformer blocks are polyattn's: it learns to say a row of digits backwards.
+"""Train a torch model with polyattn's transformer blocks to reverse a sequence of digits.
 
     python examples/torch_training.py
     python examples/torch_training.py --autocast --checkpoint --compile inductor --workers 2
     python examples/torch_training.py --backend numpy
 
-The loop is an ordinary one of torch's: parameters, optimiser, autocast, activation checkpointing, torch.compile and
-DataLoader workers are torch's own. The blocks' gradients are those of polyattn's backward, wherever it computes them.
+The training loop is torch's: parameters, optimiser, autocast, activation checkpointing, torch.compile and DataLoader
+workers. polyattn's backward computes the gradients of the blocks, on any backend.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LENGTH, DIGITS, WIDTH, HEADS, BLOCKS = 6, 10, 32, 4, 2
 
 
 class Rows(Dataset[Tensor]):
-    """Rows of random digits, each made from its number, so that it does not matter which worker makes it."""
+    """Rows of random digits. The index of a row is its seed, so that every worker makes the same row."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -36,7 +36,7 @@ class Rows(Dataset[Tensor]):
 
 
 class Reverser(nn.Module):
-    """Digits and their positions, two blocks of polyattn's, and for each place the digit that belongs there."""
+    """Embeddings of digits and positions, two polyattn blocks, and a classifier for each position."""
 
     def __init__(self, backend: str = "torch", checkpointing: bool = False) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Reverser(nn.Module):
 
 
 def train(options: argparse.Namespace) -> float:
-    """Return how many of the digits of new rows are right after the training."""
+    """Train, and return the fraction of correct digits in unseen rows."""
     torch.manual_seed(options.seed)
     model = Reverser(options.backend, options.checkpoint)
     step_model = torch.compile(model, backend=options.compile, fullgraph=True) if options.compile else model
@@ -78,10 +78,10 @@ def train(options: argparse.Namespace) -> float:
 
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", default="torch", help="who computes the blocks (%(default)s)")
-    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16 where that is enough")
-    parser.add_argument("--checkpoint", action="store_true", help="keep no activations of a block, compute them again")
-    parser.add_argument("--compile", metavar="BACKEND", help="torch.compile it: inductor, aot_eager, …")
+    parser.add_argument("--backend", default="torch", help="the backend of the blocks (%(default)s)")
+    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16 where autocast allows it")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute activations in the backward")
+    parser.add_argument("--compile", metavar="BACKEND", help="use torch.compile: inductor, aot_eager, …")
     parser.add_argument("--workers", type=int, default=0, help="processes that make the rows")
     parser.add_argument("--start", choices=["fork", "spawn"], help="how the workers are started")
     parser.add_argument("--steps", type=int, default=100)

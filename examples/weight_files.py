@@ -1,8 +1,8 @@
-"""Write a model in bfloat16 as safetensors in several files, and read it again with another library.
+"""Write a bfloat16 model as several safetensors files, and read it with another library.
 
-The blocks are made by one backend and written with an index beside the files, as Hugging Face's libraries do it.
-Another backend reads them, memory-mapped, and each parameter is the same to the last bit. Then one bit of one file
-is turned over, and the file is refused.
+One backend creates the blocks and writes them with an index file, in the format of Hugging Face's libraries. Another
+backend reads them, memory-mapped; every bit of every parameter is the same. Then one bit of one file is flipped, and
+reading the file raises an error.
 
     python examples/weight_files.py --folder model
     python examples/weight_files.py --folder model --writer torch --reader jax
@@ -33,17 +33,17 @@ def bits(layers: Layers) -> dict[str, bytes]:
     return {name: pa.to_backend(p, "numpy").tobytes() for name, p in weights.parameters_of(layers).items()}
 
 
-def turn_over_one_bit(path: Path) -> None:
+def flip_one_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
 def main(arguments: list[str] | None = None) -> tuple[int, bool, str]:
-    parser = argparse.ArgumentParser(description="Write a model in several files, and read it with another library.")
+    parser = argparse.ArgumentParser(description="Write a model as several files, and read it with another library.")
     parser.add_argument("--folder", type=Path, default=Path("runs/model"), help="default: %(default)s")
-    parser.add_argument("--writer", default="numpy", help="whose arrays are written; default: %(default)s")
-    parser.add_argument("--reader", default="numpy", help="whose arrays they become; default: %(default)s")
+    parser.add_argument("--writer", default="numpy", help="the backend that writes; default: %(default)s")
+    parser.add_argument("--reader", default="numpy", help="the backend that reads; default: %(default)s")
     options = parser.parse_args(arguments)
 
     written, read = blocks(options.writer, seed=0), blocks(options.reader, seed=100)
@@ -55,20 +55,20 @@ def main(arguments: list[str] | None = None) -> tuple[int, bool, str]:
     one, metadata = read_tensors(index, ["blocks.3.attention.q_proj.weight"])  # opens one of the files
     print(", ".join(f"{name} {x.dtype} {x.shape}" for name, x in one.items()), metadata)
 
-    tensors, _ = read_tensors(index, mapped=True)  # reads nothing before it is used
+    tensors, _ = read_tensors(index, mapped=True)  # reads data on first use
     weights.load(read, tensors)
     same = bits(read) == bits(written)
     print(f"{options.reader} has {'the same bits' if same else 'other bits'} as {options.writer}")
 
     del tensors
-    turn_over_one_bit(files[0])
+    flip_one_bit(files[0])
     try:
         read_tensors(index)
     except pa.CheckpointError as error:
-        told = str(error)
-        print(f"with one bit turned over: {told}")
-        return len(files), same, told
-    raise AssertionError("a damaged file was taken for good")
+        message = str(error)
+        print(f"with one bit flipped: {message}")
+        return len(files), same, message
+    raise AssertionError("reading a damaged file raised no error")
 
 
 if __name__ == "__main__":

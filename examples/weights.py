@@ -1,8 +1,8 @@
-"""Take a torch encoder's weights into polyattn's layers, train them there, and put them back.
+"""Load the weights of a torch encoder into polyattn's layers, train them there, and load them back into torch.
 
-The encoder is torch's own, ``nn.TransformerEncoder``. Its weights go into our blocks, on any backend, and the outputs
-agree. A few steps by the hand-written backward teach it to say of each row the mean of the rows before it and itself;
-then the weights go back, and torch's encoder has learnt it.
+The encoder is torch's ``nn.TransformerEncoder``. Its weights are converted to polyattn's blocks, on any backend, and
+the outputs agree. The hand-written backward trains the blocks to compute running means over the rows. Then the weights
+are converted back, and torch's encoder computes the running means.
 
     python examples/weights.py --backend numpy
 
@@ -30,19 +30,19 @@ Parameters = dict[str, Array]
 
 
 def encoder() -> torch.nn.TransformerEncoder:
-    """Return an encoder as torch makes it; without dropout, so that outputs can be compared."""
+    """Return a torch encoder without dropout, so that outputs can be compared."""
     layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.0, batch_first=True, norm_first=True)
     return torch.nn.TransformerEncoder(layer, BLOCKS, torch.nn.LayerNorm(WIDTH), enable_nested_tensor=False)
 
 
 def our_layers() -> dict[str, pa.layers.Layer]:
-    """Return the same layers of ours, under the names of torch's modules."""
+    """Return the same layers of polyattn, under the names of torch's modules."""
     blocks = [pa.TransformerBlock(WIDTH, HEADS, HIDDEN, activation="relu") for _ in range(BLOCKS)]
     return {**{f"layers.{i}": block for i, block in enumerate(blocks)}, "norm": pa.LayerNorm(WIDTH)}
 
 
 def forward(layers: dict[str, Any], x: Array) -> tuple[Array, dict[str, Any]]:
-    """Go through the blocks, each row seeing those before it, and the last norm."""
+    """Apply the blocks with a causal mask, then the last norm."""
     caches: dict[str, Any] = {}
     for name, layer in layers.items():
         x, caches[name] = layer.forward(x, **({} if name == "norm" else {"causal": True}))
@@ -50,7 +50,7 @@ def forward(layers: dict[str, Any], x: Array) -> tuple[Array, dict[str, Any]]:
 
 
 def backward(layers: dict[str, Any], dy: Array, caches: dict[str, Any]) -> Parameters:
-    """Go back through the same layers; the gradients of all parameters, under their names."""
+    """Call the backwards in reverse order; return the gradients of all parameters by name."""
     grads: Parameters = {}
     for name, layer in reversed(layers.items()):
         (dy, *_), of_layer = layer.backward(dy, caches[name])
@@ -59,7 +59,7 @@ def backward(layers: dict[str, Any], dy: Array, caches: dict[str, Any]) -> Param
 
 
 def train(layers: dict[str, Any], steps: int, seed: int) -> list[float]:
-    """Teach the layers running means; return the losses."""
+    """Train the layers to compute running means; return the losses."""
     optimiser, rng, losses = pa.optim.AdamW(1e-2), np.random.default_rng(seed), []
     parameters = weights.parameters_of(layers)
     state = optimiser.init(parameters)
@@ -79,7 +79,7 @@ def running_means(x: np.ndarray) -> np.ndarray:
 
 
 def of_torch(model: torch.nn.TransformerEncoder, x: np.ndarray) -> np.ndarray:
-    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)  # torch's masks say what is not seen
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)  # True excludes a pair in torch's modules
     return model(torch.from_numpy(x), mask=hidden, is_causal=True).detach().numpy()
 
 
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], float, float]
     torch.manual_seed(options.seed)
     model, x = encoder(), np.random.default_rng(options.seed + 1).standard_normal((8, ROWS, WIDTH), dtype=np.float32)
     selection = pa.use_backend(options.backend) if options.backend else nullcontext()
-    with selection, threadpool_limits(1):  # matrices this small gain nothing from threads
+    with selection, threadpool_limits(1):  # threads do not speed up matrices of this size
         layers = our_layers()
         weights.load(layers, weights.from_torch(model.state_dict(), layers))
         before = float(np.abs(forward(layers, x)[0] - of_torch(model, x)).max())

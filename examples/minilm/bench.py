@@ -1,9 +1,9 @@
-"""Texts a second: polyattn on a backend, transformers on torch, and onnxruntime, in turns on the same batches.
+"""Compare texts a second of polyattn on a backend, transformers on torch, and onnxruntime, on the same batches.
 
     python examples/minilm/bench.py --backend numpy
 
-Needs transformers and torch beside what embed.py needs; onnxruntime takes part where it is installed, with onnxscript
-to export the model for it. Run nothing else meanwhile.
+Needs transformers and torch and the requirements of embed.py. onnxruntime is included if it is installed, together with
+onnxscript, which exports the model. Run no other programs at the same time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from transformers import BertModel
 
 import polyattn as pa
 
-REST = 0.3  # seconds after which the threads of whoever ran before sleep
+REST = 0.3  # seconds after which the threads of the previous run are idle
 
 
 def normalised(hidden: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """Return the mean over the tokens that are there, of length 1."""
+    """Return the mean over the tokens that are not padding, scaled to norm 1."""
     mean = (hidden * there[..., None]).sum(axis=1) / there.sum(axis=1, keepdims=True)
     return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
 
 
 class Torch(MiniLM):
-    """The same texts in the same batches, through transformers' model and torch's fused attention."""
+    """The same texts and batches with transformers' model and torch's fused attention."""
 
     def __init__(self) -> None:
         super().__init__(folder())
@@ -51,7 +51,7 @@ class Torch(MiniLM):
 
 
 class Onnx(MiniLM):
-    """The same through onnxruntime, from the graph that torch exports."""
+    """The same with onnxruntime, from the graph that torch exports."""
 
     def __init__(self, bert: torch.nn.Module) -> None:
         import onnxruntime
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         models["onnxruntime"] = Onnx(models["torch"].bert)
     except ImportError as error:
-        print(f"onnxruntime takes no part: {error}")
+        print(f"without onnxruntime: {error}")
     vectors = {name: model.embed(texts) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(options.rounds):

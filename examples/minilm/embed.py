@@ -1,4 +1,4 @@
-"""Embed texts with MiniLM, on any backend, and say which are nearest to each other.
+"""Embed texts with MiniLM on any backend, and print the nearest text of each.
 
     python examples/minilm/embed.py "A cat sits on the mat." "A dog lies on the rug." "Shares fell."
     python examples/minilm/embed.py --backend torch --json "A cat sits on the mat."
@@ -22,7 +22,7 @@ import polyattn as pa
 
 
 def nearest(texts: Sequence[str], vectors: np.ndarray) -> list[tuple[str, str, float]]:
-    """Return each text with the other that is most like it, and the cosine of their vectors."""
+    """Return each text with the most similar other text, and the cosine of their vectors."""
     likeness = vectors @ vectors.T
     np.fill_diagonal(likeness, -np.inf)
     best = likeness.argmax(axis=1)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("texts", nargs="*", metavar="TEXT")
     parser.add_argument("--file", type=Path, help="a text on each line")
     parser.add_argument("--backend", default="numpy", help="numpy, torch, jax, ... (default: numpy)")
-    parser.add_argument("--device", help="a device of it, cuda:0 for instance")
+    parser.add_argument("--device", help="a device of the backend, cuda:0 for instance")
     parser.add_argument("--json", action="store_true", help="print the vectors as one JSON list")
     options = parser.parse_args(arguments)
     texts = [*options.texts, *(options.file.read_text(encoding="utf-8").splitlines() if options.file else [])]

@@ -1,9 +1,9 @@
-"""Fine-tune MiniLM for a few steps with the hand-written backward: texts of one topic shall be near each other.
+"""Fine-tune MiniLM with the hand-written backward, so that texts of one topic have similar vectors.
 
     python examples/minilm/finetune.py --backend numpy --steps 10
 
-The texts are those that Python ships for its own help (``pydoc_data.topics``). Two passages of a topic are a pair;
-within a batch every other topic's passage is a wrong answer (the in-batch softmax of Henderson et al., 2017).
+The texts are Python's own help (``pydoc_data.topics``). Two passages of a topic are a positive pair; the passages of
+the other topics in the batch are the negatives (the in-batch softmax of Henderson et al., 2017).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minilm import MiniLM, folder
 import polyattn as pa
 from polyattn import functional as F
 
-SHARPNESS = 20.0  # of the softmax over cosines, as in sentence-transformers
+SHARPNESS = 20.0  # the factor of the cosines in the softmax, as in sentence-transformers
 PASSAGE = 300  # characters
 Array = Any
 
@@ -40,7 +40,7 @@ def passages() -> list[tuple[str, str]]:
 
 
 def batches(pairs: list[tuple[str, str]], size: int, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Yield batches without end, each pass over the pairs in another order."""
+    """Yield batches indefinitely, in a new random order for each pass over the pairs."""
     rng = np.random.default_rng(seed)
     while True:
         order = rng.permutation(len(pairs))
@@ -54,7 +54,7 @@ def loss_and_gradients(model: MiniLM, pairs: Sequence[tuple[str, str]]) -> tuple
     a, a_caches = model.forward(*model.tokens(firsts))
     b, b_caches = model.forward(*model.tokens(seconds))
     xp = array_namespace(a)
-    logits = xp.matmul(a, xp.matrix_transpose(b)) * SHARPNESS  # (pairs, pairs); the right answers on the diagonal
+    logits = xp.matmul(a, xp.matrix_transpose(b)) * SHARPNESS  # (pairs, pairs); the positive pairs are on the diagonal
     labels = xp.arange(len(pairs), dtype=xp.int32, device=device(a))
     loss, cache = F.cross_entropy_forward(logits, labels)
     dlogits = F.cross_entropy_backward(xp.ones_like(loss), cache).logits

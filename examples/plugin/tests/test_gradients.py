@@ -1,4 +1,4 @@
-"""MLX's own differentiation goes through polyattn's backward."""
+"""MLX's own differentiation calls polyattn's backward."""
 
 import mlx.core as mx
 import numpy as np
@@ -14,14 +14,14 @@ def ours(x):
 
 
 def plain(x):
-    """The same by the formula, for MLX to differentiate."""
+    """The formula in MLX, differentiated by MLX."""
     scores = x @ mx.swapaxes(x, -1, -2) * x.shape[-1] ** -0.5  # (2, 4, 6, 6)
     scores = mx.where(mx.tril(mx.ones((6, 6))) > 0, scores, -mx.inf)
     return mx.sum(mx.square(mx.softmax(scores, axis=-1) @ x))
 
 
 def slope(function):
-    """A scalar of the gradient, to differentiate once more."""
+    """A scalar function of the gradient, for second derivatives."""
     return lambda x: mx.sum(mx.square(mx.grad(function)(x)))
 
 
@@ -47,7 +47,7 @@ def test_vmap(transform):
 
 
 def test_a_layer_in_a_model_of_mlx():
-    """Parameters and input: MLX's gradients are those of the hand-written backward."""
+    """MLX's gradients of parameters and input equal those of the hand-written backward."""
     layer = pa.MultiHeadAttention(8, 2, backend="mlx", seed=0)
     x = mx.array(X[0])
 

@@ -13,7 +13,7 @@ __all__ = ["backend"]
 
 
 class MlxBackend(Backend):
-    """Arrays of MLX. They lie in memory that the host and Apple's GPU share; where MLX computes is its own setting."""
+    """Arrays of MLX, in memory that the host and Apple's GPU share; MLX's own setting selects where it computes."""
 
     name = "mlx"
     array_modules = ("mlx.core", "mlx")  # the first is imported to see whether the library is there
@@ -28,7 +28,7 @@ class MlxBackend(Backend):
     }
 
     def namespace(self) -> Any:
-        """Return mlx.core, and what it lacks of the standard; loading this plugin does not import the library yet."""
+        """Return mlx.core with the missing parts of the standard; loading this plugin does not import the library."""
         from . import _namespace
 
         return _namespace
@@ -40,20 +40,20 @@ class MlxBackend(Backend):
         return isinstance(x, mx.array)
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Return an array of the library: x itself where it is one, else what MLX makes of a NumPy array."""
+        """Return an array of the library: x itself if it is one, else a copy of a NumPy array."""
         import mlx.core as mx
 
         if isinstance(x, mx.array):
             return mx.array(x) if copy else x
         if copy is False:
-            raise ValueError("MLX copies what comes from NumPy")
+            raise ValueError("MLX copies NumPy arrays")
         name = dtype_name(x.dtype)  # type: ignore[attr-defined]
-        if name == "bfloat16":  # NumPy's is a dtype of ml_dtypes, unknown to MLX
+        if name == "bfloat16":  # a NumPy dtype of ml_dtypes, which MLX does not know
             return mx.array(x.view(np.uint16)).view(mx.bfloat16)  # type: ignore[attr-defined]
         return mx.array(x, dtype=self.dtype(name))
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """Return the array on the host, by DLPack; it may be a view."""
+        """Return the array on the host, through DLPack; it may be a view."""
         import mlx.core as mx
 
         if x.dtype != mx.bfloat16:
@@ -73,7 +73,7 @@ class MlxBackend(Backend):
         return super().dtype(name)
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-        """Look at the predicate; under vmap and compile, where MLX shows no values, compute both and choose."""
+        """Read the predicate; under vmap and compile, where MLX hides values, compute both branches and select."""
         import mlx.core as mx
         from mlx.utils import tree_map
 
@@ -84,7 +84,7 @@ class MlxBackend(Backend):
         return if_true() if chosen else if_false()
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
-        """Use MLX's own for one start; entries with starts of their own go one by one."""
+        """Use MLX's function for one start; a start for each entry uses the fallback."""
         import mlx.core as mx
 
         if getattr(start, "ndim", 0) == 1:
@@ -92,19 +92,19 @@ class MlxBackend(Backend):
         return mx.slice_update(x, value, mx.array([start]), (axis % x.ndim,))
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:
-        """Use MLX's own, which sums repeated rows."""
+        """Use MLX's function, which sums repeated rows."""
         return x.at[index].add(value)
 
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array]:
-        """Let ``mlx.core.grad`` go through the pair: what was saved are further outputs of one custom function."""
+        """Let ``mlx.core.grad`` call the backward, by a custom function."""
         from ._gradients import differentiable
 
         return differentiable(forward, backward)
 
     def synchronize(self, *arrays: Array) -> None:
-        """Compute what is still to be computed."""
+        """Evaluate lazy arrays."""
         import mlx.core as mx
 
         mx.eval(*arrays)

@@ -1,4 +1,4 @@
-"""A forward and a backward of polyattn's as one function that MLX differentiates. Imported only once MLX is."""
+"""polyattn's forward and backward as one function that MLX can differentiate. Imported after MLX."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import mlx.core as mx
 def differentiable(
     forward: Callable[..., tuple[Any, Any]], backward: Callable[[Any, Any], tuple[Any, ...]]
 ) -> Callable[..., Any]:
-    """Return ``y = op(*arrays)``, whose gradients are the backward's.
+    """Return ``y = op(*arrays)``, whose gradients the backward computes.
 
-    The gradient runs the forward again. What that saves then depends on the inputs in MLX's eyes too, so that gradients
-    of gradients are right; MLX computes only what is asked of it, so the second ``y`` costs nothing.
+    The gradient runs the forward again, so that for MLX the saved arrays depend on the inputs and second gradients are
+    right. MLX is lazy, so the second ``y`` is not computed.
     """
 
     def call(*arrays: Any) -> Any:

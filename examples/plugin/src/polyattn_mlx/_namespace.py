@@ -1,4 +1,4 @@
-"""mlx.core by the letter of the array API standard: what it leaves out or spells otherwise; the rest is its own."""
+"""mlx.core with the signatures of the array API standard. Names that are not defined here are those of mlx.core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _placed(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Take the standard's ``device=``: MLX's memory belongs to no device, its computations do."""
+    """Accept the standard's ``device=``: in MLX computations have a device, memory has none."""
 
     @functools.wraps(function)
     def create(*args: Any, device: None = None, **kwargs: Any) -> mx.array:
@@ -32,17 +32,17 @@ asarray = _placed(mx.asarray)
 
 
 def empty(shape: Any, *, dtype: Any = mx.float32, device: None = None) -> mx.array:
-    """Return zeros: memory without values is never shown."""
+    """Return zeros, since MLX has no uninitialised arrays."""
     return mx.zeros(shape, dtype=dtype)
 
 
 def astype(x: mx.array, dtype: Any, /, *, copy: Any = True, device: None = None) -> mx.array:
-    """Convert; arrays never change, so a copy and the array itself are the same thing."""
+    """Convert; arrays are immutable, so the array itself can stand for a copy."""
     return x.astype(dtype)
 
 
 def sum(x: mx.array, /, *, axis: Any = None, dtype: Any = None, keepdims: Any = False) -> mx.array:
-    """Sum in a dtype, if one is named. The sum of nothing is zero: MLX 0.32 reads memory that is not there for it."""
+    """Sum, in a given dtype. The sum over no elements is zero; MLX 0.32 reads memory outside the array for it."""
     x = x if dtype is None else x.astype(dtype)
     if x.size:
         return mx.sum(x, axis=axis, keepdims=keepdims)
@@ -53,22 +53,22 @@ def sum(x: mx.array, /, *, axis: Any = None, dtype: Any = None, keepdims: Any = 
 
 
 def argmax(x: mx.array, /, *, axis: int | None = None, keepdims: Any = False) -> mx.array:
-    """Return indices of a signed type, as those of the other libraries are."""
+    """Return signed indices, as the other libraries do."""
     return mx.argmax(x, axis=axis, keepdims=keepdims).astype(mx.int32)
 
 
 def clip(x: mx.array, /, min: Any = None, max: Any = None) -> mx.array:
-    """Name the limits as the standard does; without any there is nothing to do."""
+    """Clip with the argument names of the standard; either limit may be None."""
     return x if min is None and max is None else mx.clip(x, min, max)
 
 
 def exp(x: mx.array, /) -> mx.array:
-    """Return eˣ as a power in float64, where MLX's exp has no more than float32's precision."""
+    """Return eˣ, in float64 as a power, since MLX's exp has only float32's precision there."""
     return mx.power(math.e, x) if x.dtype == mx.float64 else mx.exp(x)
 
 
 def sin(x: mx.array, /) -> mx.array:
-    """Return the sine, in float64 by the tangent of half the angle, for the same reason."""
+    """Return the sine, in float64 from the tangent of half the angle, for the same reason."""
     if x.dtype != mx.float64:
         return mx.sin(x)
     t = mx.tan(mx.multiply(x, 0.5))
@@ -76,7 +76,7 @@ def sin(x: mx.array, /) -> mx.array:
 
 
 def cos(x: mx.array, /) -> mx.array:
-    """Return the cosine, in float64 by the tangent of half the angle, for the same reason."""
+    """Return the cosine, in float64 from the tangent of half the angle, for the same reason."""
     if x.dtype != mx.float64:
         return mx.cos(x)
     squared = mx.square(mx.tan(mx.multiply(x, 0.5)))
