@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import Array, Problem, RowStatistics, statistics_of_lse
 
 from ._operands import Operands, mapped_over_heads, operands, wide
 from ._scan import backward
@@ -24,11 +24,11 @@ from ._tiles import QueryTile, Span, Tiles
 __all__ = ["backward", "forward"]
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Return ``(out, lse)`` as the kernel contract has them."""
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return ``(out, statistics)`` as the kernel contract has them."""
     out, lse = _forward(operands(q, k, v, problem))
     rows = problem.sizes.scores[:-1]
-    return out.reshape(*rows, -1).astype(q.dtype), lse.reshape(rows)
+    return out.reshape(*rows, -1).astype(q.dtype), statistics_of_lse(jnp, lse.reshape(rows))
 
 
 @mapped_over_heads

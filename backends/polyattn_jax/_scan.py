@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import Array, Problem, RowStatistics, statistics_of_lse
 
 from ._operands import Operands, mapped_over_heads, operands, wide, with_axes
 from ._tiles import Allowed, QueryTile, loop, put, take, tiles_of
@@ -23,15 +23,22 @@ from ._tiles import Allowed, QueryTile, loop, put, take, tiles_of
 __all__ = ["backward", "forward"]
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Return ``(out, lse)`` as the kernel contract has them."""
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return ``(out, statistics)`` as the kernel contract has them."""
     out, lse = _forward(operands(q, k, v, problem))
     rows = problem.sizes.scores[:-1]
-    return out.reshape(*rows, -1).astype(q.dtype), lse.reshape(rows)
+    return out.reshape(*rows, -1).astype(q.dtype), statistics_of_lse(jnp, lse.reshape(rows))
 
 
 def backward(
-    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
+    dout: Array,
+    dlse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    statistics: RowStatistics,
+    problem: Problem,
 ) -> tuple[Array, Array, Array, None, Array | None]:
     """Return the gradients as the kernel contract has them."""
     batch, heads, kv_heads, *_ = problem.sizes
@@ -39,6 +46,7 @@ def backward(
     shift = jnp.where(empty, 0, -jnp.sum(wide(dout) * wide(out), axis=-1))  # (…, H, n_q)
     if dlse is not None:
         shift = shift + wide(dlse)
+    lse = statistics.lse
     lse = wide(jnp.where(lse == -jnp.inf, 0, lse))
     dsinks = None
     if problem.sinks is not None:

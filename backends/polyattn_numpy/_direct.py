@@ -11,7 +11,18 @@ import math
 
 import numpy as np
 
-from polyattn.backend import AlibiBias, Array, Problem, TiledKernel, allowed_in, expand, unbroadcast
+from polyattn.backend import (
+    AlibiBias,
+    Array,
+    AttentionGrads,
+    Problem,
+    RowStatistics,
+    TiledKernel,
+    allowed_in,
+    expand,
+    statistics_of_lse,
+    unbroadcast,
+)
 
 from ._blocked import cap, wide
 from ._blocked_kernel import BlockedKernel
@@ -36,7 +47,7 @@ class DirectKernel:
             return f"it is for one query, or for at most {SCORES} scores"
         return BLOCKED.supports(problem)
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
         sizes, dtype = problem.sizes, wide(problem)
         q_, k_, v_ = (x.astype(dtype, copy=False) for x in (q, k, v))
@@ -63,13 +74,14 @@ class DirectKernel:
             largest[empty] = -math.inf
         out = expand(np, out / total, (*sizes.scores[:-1], sizes.d_v))
         lse = (np.log(total) + largest)[..., 0]
-        return out.astype(q.dtype, copy=False), expand(np, lse, sizes.scores[:-1])
+        return out.astype(q.dtype, copy=False), statistics_of_lse(np, expand(np, lse, sizes.scores[:-1]))
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Reverse the lines of the forward, with the scores computed again."""
-        dtype = wide(problem)
+        dtype, lse = wide(problem), statistics.lse
         q_, k_, v_, dout_ = (x.astype(dtype, copy=False) for x in (q, k, v, dout))
         with blas_within_limit():
             scores, capped, allowed = _scores(q_, k_, problem)
@@ -92,9 +104,9 @@ class DirectKernel:
             dscores = dscores * problem.scale  # not in place: dbias may be this array
             dq = _by_head(_by_kv_head(dscores, problem) @ k_, problem)  # (…, H, n_q, d_k)
             dk = _by_kv_head(dscores, problem).swapaxes(-1, -2) @ _by_kv_head(q_, problem)  # (…, H_kv, n_k, d_k)
-        grads = (_like(dq, q), _like(dk, k), _like(dv, v), dbias, dsinks)
+        grads = AttentionGrads(_like(dq, q), _like(dk, k), _like(dv, v), dbias, dsinks)
         if allowed is not None and not all(np.isfinite(dx.sum()) for dx in grads if dx is not None):
-            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+            return TILED.backward(dout, dlse, q, k, v, out, statistics, problem)
         return grads
 
 

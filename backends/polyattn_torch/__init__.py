@@ -170,7 +170,7 @@ class TorchBackend(Backend):
         traced = torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(predicate)
         if not traced:
             return super().cond(predicate, if_true, if_false)
-        return _pytree.tree_map(lambda a, b: torch.where(predicate, a, b), if_true(), if_false())
+        return _pytree.tree_map(lambda a, b: None if a is None else torch.where(predicate, a, b), if_true(), if_false())
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself, unless torch follows."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyattn.backend import Array, Problem, TiledKernel
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, TiledKernel, statistics_of_lse
 
 __all__ = ["FusedKernel", "Part", "parts", "varies"]
 
@@ -59,22 +59,27 @@ class FusedKernel:
             return cuda_reason(problem)
         return None if device == "cpu" else f"there is no fused operation on {problem.device}"
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the fused forward on each part; hand what is not finite, or followed by a transform, to the tiles."""
         from ._fused import forward, opaque
 
         result = None if opaque(q, k, v) else forward(q, k, v, problem, parts(problem))
-        return TILED.forward(q, k, v, problem) if result is None else result
+        if result is None:
+            return TILED.forward(q, k, v, problem)
+        return result[0], statistics_of_lse(problem.xp, result[1])
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Run the fused backward on each part, with the out and lse of the whole rows."""
         from ._fused import backward, opaque
 
-        arrays = (dout, dlse, q, k, v, out, lse)
-        result = None if opaque(*arrays) else backward(*arrays, problem, parts(problem))
-        return TILED.backward(*arrays, problem) if result is None else result
+        arrays = (dout, dlse, q, k, v, out)
+        result = None
+        if not opaque(*arrays, *statistics):
+            result = backward(*arrays, statistics.lse, problem, parts(problem))
+        return TILED.backward(*arrays, statistics, problem) if result is None else AttentionGrads(*result)
 
 
 def parts(problem: Problem) -> list[Part]:

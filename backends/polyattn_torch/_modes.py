@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from polyattn.backend import Array, Kernel, Problem, TiledKernel
+from polyattn.backend import Array, AttentionGrads, Kernel, Problem, RowStatistics, TiledKernel
 
 from ._kernel import FusedKernel
 
@@ -26,19 +26,20 @@ class Recorded:
         """Support what the kernel does."""
         return self.kernel.supports(problem)
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Return out and lse, differentiable by what is written out."""
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+        """Return out and the row statistics, differentiable by what is written out."""
         from ._nodes import attention
 
         return attention(self.kernel, q, k, v, problem)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """Return the gradients; what they in turn depend on counts out and lse in."""
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
+        """Return the gradients; what they in turn depend on counts out and the statistics in."""
         from ._nodes import attention_backward
 
-        return attention_backward(self.kernel, dout, dlse, q, k, v, out, lse, problem)
+        return attention_backward(self.kernel, dout, dlse, q, k, v, out, statistics, problem)
 
 
 class Compiled:
@@ -51,7 +52,7 @@ class Compiled:
         """Support what the kernel does."""
         return self.kernel.supports(problem)
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Call the operator; what is no array and no number is compiled tile by tile."""
         if problem.structured:
             return TILED.forward(q, k, v, problem)
@@ -60,14 +61,15 @@ class Compiled:
         return attention(self.name, q, k, v, problem)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Call the operator, likewise."""
         if problem.structured:
-            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+            return TILED.backward(dout, dlse, q, k, v, out, statistics, problem)
         from ._operators import attention_backward
 
-        return attention_backward(self.name, dout, dlse, q, k, v, out, lse, problem)
+        return attention_backward(self.name, dout, dlse, q, k, v, out, statistics, problem)
 
 
 PLAIN: Sequence[Kernel] = (FUSED,)

@@ -32,6 +32,7 @@ from .errors import (
     UnknownBackendError,
 )
 from .functional import (
+    RowStatistics,
     alibi_bias,
     attention,
     attention_backward,
@@ -75,6 +76,7 @@ __all__ = [
     "PolyattnError",
     "Projection",
     "RMSNorm",
+    "RowStatistics",
     "ScaledDotProductAttention",
     "ShapeError",
     "SlidingKVCache",

@@ -30,8 +30,10 @@ from ..kernels import (
     THREEFRY,
     AlibiBias,
     Array,
+    AttentionGrads,
     Kernel,
     Problem,
+    RowStatistics,
     Sizes,
     StructuredBias,
     StructuredMask,
@@ -39,6 +41,7 @@ from ..kernels import (
     allowed_in,
     dtype_name,
     expand,
+    statistics_of_lse,
     unbroadcast,
 )
 from ..kernels._backward_vjp import backward_vjp as attention_backward_vjp
@@ -55,6 +58,7 @@ __all__ = [
     "AlibiBias",
     "ArgumentError",
     "Array",
+    "AttentionGrads",
     "Backend",
     "BackendMismatchError",
     "BackendUnavailableError",
@@ -67,6 +71,7 @@ __all__ = [
     "Place",
     "PolyattnError",
     "Problem",
+    "RowStatistics",
     "ShapeError",
     "Sizes",
     "Status",
@@ -81,5 +86,6 @@ __all__ = [
     "expand",
     "feature_of",
     "features_of",
+    "statistics_of_lse",
     "unbroadcast",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from ..kernels import Array
+from ..kernels import Array, RowStatistics
 from ._contract import Backend
 
 __all__ = ["Cache", "Place"]
@@ -41,8 +41,9 @@ class Cache:
     home: Place
     kernel: str | None = None
     lse: Array = field(default=None, repr=False)
+    row_statistics: RowStatistics | None = field(default=None, repr=False)
 
-    DATA_FIELDS: ClassVar[tuple[str, ...]] = ("arrays", "lse")
+    DATA_FIELDS: ClassVar[tuple[str, ...]] = ("arrays", "lse", "row_statistics")
     STATIC_FIELDS: ClassVar[tuple[str, ...]] = ("op", "static", "place", "home", "kernel")
 
     def __repr__(self) -> str:

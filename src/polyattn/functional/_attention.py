@@ -5,11 +5,24 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..backend import Array, Backend, Cache, Place, dtype_name
 from ..conversion import move
-from ..kernels import GENERIC, Kernel, Problem, cast, choose, expand, named, unbroadcast, wide
+from ..kernels import (
+    GENERIC,
+    AttentionGrads,
+    Kernel,
+    Problem,
+    RowStatistics,
+    cast,
+    choose,
+    expand,
+    named,
+    statistics_of_lse,
+    unbroadcast,
+    wide,
+)
 from ._arguments import Settings, checked_call, make_problem
 from ._operation import Operation, expect_cache, homeward, upstream_of
 
@@ -17,19 +30,6 @@ __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forwa
 
 
 logger = logging.getLogger("polyattn")
-
-
-class AttentionGrads(NamedTuple):
-    """The gradients of :func:`attention`; None for absent sinks, and for a bias without an array of its own.
-
-    Of a bias of relative positions it is the table's.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    bias: Array | None
-    sinks: Array | None
 
 
 def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
@@ -42,31 +42,33 @@ def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> di
 
 
 def forward(backend: Backend, *arrays: Array, settings: Settings) -> tuple[Array, tuple[Any, ...]]:
-    """Run the kernel's forward; save the arrays, out and lse."""
+    """Run the kernel's forward; save the arrays, out and the row statistics."""
     problem, (q, k, v) = _with_heads(backend, arrays, settings)
     if problem.sizes.empty:
-        out, lse = _empty_forward(q, problem)
+        out, statistics = _empty_forward(q, problem)
     else:
-        out, lse = named(backend.kernels, settings.kernel or GENERIC.name).forward(q, k, v, problem)
+        out, statistics = named(backend.kernels, settings.kernel or GENERIC.name).forward(q, k, v, problem)
     if all(x.ndim == 2 for x in arrays[:3]):
-        out, lse = out[0, ...], lse[0, ...]
-    return out, (*arrays, out, lse)
+        out, statistics = out[0, ...], RowStatistics(*(x[0, ...] for x in statistics))
+    return out, (*arrays, out, *statistics)
 
 
 def backward(
     backend: Backend, dout: Array, saved: tuple[Any, ...], *, settings: Settings, dlse: Array | None = None
 ) -> tuple[Any, ...]:
     """Run the kernel's backward; a gradient for each array, None for the integers."""
-    *arrays, out, lse = saved
+    *arrays, out, largest, log_total = saved
     problem, (q, k, v) = _with_heads(backend, arrays, settings)
+    statistics = RowStatistics(largest, log_total)
     if all(x.ndim == 2 for x in arrays[:3]):
-        dout, out, lse = dout[None, ...], out[None, ...], lse[None, ...]
+        dout, out = dout[None, ...], out[None, ...]
+        statistics = RowStatistics(*(x[None, ...] for x in statistics))
         dlse = None if dlse is None else dlse[None, ...]
     if problem.sizes.empty:
-        grads = _empty_backward(dlse, q, k, v, lse, problem)
+        grads = _empty_backward(dlse, q, k, v, problem)
     else:
         kernel = named(backend.kernels, settings.kernel or GENERIC.name)
-        grads = kernel.backward(dout, dlse, q, k, v, out, lse, problem)
+        grads = kernel.backward(dout, dlse, q, k, v, out, statistics, problem)
     xp = backend.namespace()
     shaped = (xp.reshape(dx, x.shape) for dx, x in zip(grads[:3], arrays, strict=False))
     return (*shaped, *grads[3:], *(None for _ in arrays[5:]))
@@ -171,15 +173,19 @@ def attention_forward(
     """Return ``(attention(q, k, v, …), cache)``.
 
     ``cache.lse`` (…, H, n_q) is the natural logarithm of each row's Σ exp(score), the sink included,
-    in float32 or float64; −inf for a row that may attend to nothing.
+    in float32 or float64; −inf for a row that may attend to nothing. ``cache.row_statistics`` is the same without
+    loss of digits, as the two numbers whose sum it is: the largest score, and log Σ exp(score − largest).
     """
     arrays, settings = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
     out, cache = _operation.record(arrays, {"settings": settings}, backend)
-    lse = move(cache.arrays[-1], cache.home, name="lse")
-    return out, replace(cache, lse=lse)
+    statistics = RowStatistics(*cache.arrays[-2:])
+    with cache.place.backend.scope():
+        lse = statistics.lse
+    statistics = RowStatistics(*(move(x, cache.home, name="row_statistics") for x in statistics))
+    return out, replace(cache, lse=move(lse, cache.home, name="lse"), row_statistics=statistics)
 
 
 def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> AttentionGrads:
@@ -200,10 +206,10 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     dQ = dS K · scale, dK = dSᵀ Q · scale.
     """
     expect_cache(cache, "attention")
-    lse = cache.arrays[-1]
     more = {}
     if dlse is not None:
-        more["dlse"] = upstream_of(tuple(lse.shape), dtype_name(lse.dtype), dlse, cache, "dlse")
+        like = cache.arrays[-1]
+        more["dlse"] = upstream_of(tuple(like.shape), dtype_name(like.dtype), dlse, cache, "dlse")
     grads = _operation.reverse(dout, cache, name="dout", **more)
     return AttentionGrads(*homeward(grads[:5], cache, AttentionGrads))
 
@@ -221,23 +227,21 @@ def _with_heads(backend: Backend, arrays: Any, settings: Settings) -> tuple[Prob
     return problem, [x[None, ...] if x.ndim == 2 else x for x in arrays[:3]]
 
 
-def _empty_forward(q: Array, problem: Problem) -> tuple[Array, Array]:
-    """Answer a problem without scores: zeros, and the log of an empty sum or of the sink alone."""
+def _empty_forward(q: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Answer a problem without scores: zeros, and the statistics of an empty sum or of the sink alone."""
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     dtype, device = wide(xp, q.dtype), problem.native_device
     out = xp.zeros((*rows, problem.sizes.d_v), dtype=q.dtype, device=device)
     lse = xp.full(rows, -math.inf, dtype=dtype, device=device)
     if problem.sinks is not None:
         lse = expand(xp, cast(xp, problem.sinks, dtype)[:, None], rows)
-    return out, lse
+    return out, statistics_of_lse(xp, lse)
 
 
-def _empty_backward(
-    dlse: Array | None, q: Array, k: Array, v: Array, lse: Array, problem: Problem
-) -> tuple[Array, Array, Array, Array | None, Array | None]:
+def _empty_backward(dlse: Array | None, q: Array, k: Array, v: Array, problem: Problem) -> AttentionGrads:
     """Answer with zeros; only a sink still moves lse."""
     xp = problem.xp
     dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))
     if dsinks is not None and dlse is not None:
         dsinks = cast(xp, unbroadcast(xp, xp.sum(dlse, axis=-1), dsinks.shape), dsinks.dtype)
-    return xp.zeros_like(q), xp.zeros_like(k), xp.zeros_like(v), dbias, dsinks
+    return AttentionGrads(xp.zeros_like(q), xp.zeros_like(k), xp.zeros_like(v), dbias, dsinks)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Cache, dtype_name
 from ..conversion import move
-from ..kernels import Problem, cast
+from ..kernels import Problem, RowStatistics, cast
 from ..kernels._backward_vjp import backward_vjp
 from ..kernels._jvp import Tangents
 from ._attention_jvp import compiled, in_order, with_head, with_heads
@@ -95,7 +95,7 @@ def attention_backward_vjp(
            [ 0.25]])
     """
     expect_cache(cache, "attention")
-    *inputs, out, lse = cache.arrays
+    *inputs, out, largest, log_total = cache.arrays
     given = in_order(cotangents, "cotangents", dict(zip(Tangents._fields, inputs[:5], strict=True)))
     moved = Tangents(*(
         None if x is None else upstream_of(tuple(like.shape), dtype_name(like.dtype), x, cache, name)
@@ -103,26 +103,29 @@ def attention_backward_vjp(
     ))  # fmt: skip
     dout = upstream(dout, cache, "attention", "dout")
     if dlse is not None:
-        dlse = upstream_of(tuple(lse.shape), dtype_name(lse.dtype), dlse, cache, "dlse")
+        dlse = upstream_of(tuple(largest.shape), dtype_name(largest.dtype), dlse, cache, "dlse")
     native = cache.place.backend
     with native.scope():
-        second = compiled(_second, native, inputs, settings_of(cache)["settings"])(moved, dout, dlse, out, lse)
+        second = compiled(_second, native, inputs, settings_of(cache)["settings"])(
+            moved, dout, dlse, out, RowStatistics(largest, log_total)
+        )  # fmt: skip
     home = (None if x is None else move(x, cache.home, name=f"d{name}") for name, x in second._asdict().items())
     return AttentionBackwardGrads(*home)
 
 
 def _second(
     problem: Problem, inputs: tuple[Array, Array, Array], cotangents: Tangents, dout: Array, dlse: Array | None,
-    out: Array, lse: Array,
+    out: Array, statistics: RowStatistics,
 ) -> AttentionBackwardGrads:  # fmt: skip
     """Return the gradients of everything, in its shape and dtype."""
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     q, k, v = (with_head(x) for x in inputs)
-    lse_, dlse_ = (None if x is None else xp.reshape(x, rows) for x in (lse, dlse))
+    statistics = RowStatistics(*(xp.reshape(x, rows) for x in statistics))
+    dlse_ = None if dlse is None else xp.reshape(dlse, rows)
     of_dout, of_dlse, of = backward_vjp(
-        with_heads(cotangents), with_head(dout), dlse_, q, k, v, with_head(out), lse_, problem
+        with_heads(cotangents), with_head(dout), dlse_, q, k, v, with_head(out), statistics, problem
     )
     of_q, of_k, of_v = (xp.reshape(dx, x.shape) for dx, x in zip(of[:3], inputs, strict=True))
-    of_dlse = None if dlse is None else cast(xp, xp.reshape(of_dlse, lse.shape), lse.dtype)
+    of_dlse = None if dlse is None else cast(xp, xp.reshape(of_dlse, dlse.shape), dlse.dtype)
     of_dout = cast(xp, xp.reshape(of_dout, dout.shape), dout.dtype)
     return AttentionBackwardGrads(of_dout, of_q, of_k, of_v, of.bias, of.sinks, of_dlse)

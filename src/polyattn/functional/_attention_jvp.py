@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backend import Array, Backend, Place, dtype_name
 from ..errors import ArgumentError
-from ..kernels import Problem, cast
+from ..kernels import Problem, RowStatistics, cast
 from ..kernels._jvp import Tangents, jvp
 from ._arguments import ARRAYS, Settings, checked_call, make_problem
 from ._attention import forward, prepare
@@ -94,8 +94,10 @@ def attention_jvp(
     native, inputs, moved = trip.place.backend, trip.arrays[: len(ARRAYS)], Tangents(*trip.arrays[len(ARRAYS) :])
     settings = prepare(trip.place, inputs, {"settings": settings})["settings"]
     with native.scope():
-        out, (*_, lse) = forward(native, *inputs, settings=settings)
-        out_dot, lse_dot = compiled(_tangents, native, inputs, settings)(moved, out, lse)
+        out, saved = forward(native, *inputs, settings=settings)
+        statistics = RowStatistics(*saved[-2:])
+        out_dot, lse_dot = compiled(_tangents, native, inputs, settings)(moved, out, statistics)
+        lse = statistics.lse
     results = {"out": out, "out_dot": out_dot} | ({"lse": lse, "lse_dot": lse_dot} if return_lse else {})
     return tuple(trip.back(x, name) for name, x in results.items())
 
@@ -153,11 +155,12 @@ def with_heads(moved: Tangents) -> Tangents:
 
 
 def _tangents(
-    problem: Problem, inputs: tuple[Array, Array, Array], moved: Tangents, out: Array, lse: Array
+    problem: Problem, inputs: tuple[Array, Array, Array], moved: Tangents, out: Array, statistics: RowStatistics
 ) -> tuple[Array, Array]:
     """Return the tangents of out and lse, in their shapes and dtypes."""
-    xp = problem.xp
+    xp, lse = problem.xp, statistics.largest
     q, k, v = (with_head(x) for x in inputs)
-    result = jvp(q, k, v, with_heads(moved), with_head(out), xp.reshape(lse, problem.sizes.scores[:-1]), problem)
+    statistics = RowStatistics(*(xp.reshape(x, problem.sizes.scores[:-1]) for x in statistics))
+    result = jvp(q, k, v, with_heads(moved), with_head(out), statistics, problem)
     out_dot, lse_dot = xp.reshape(result.out_dot, out.shape), xp.reshape(result.lse_dot, lse.shape)
     return cast(xp, out_dot, out.dtype), cast(xp, lse_dot, lse.dtype)

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 from ..backend import Array
 from ..errors import ArgumentError
-from ..kernels import cast, merge, wide, widen
+from ..kernels import RowStatistics, cast, merge, statistics_of_lse, wide, widen
 from ._operation import embark, expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
 
 __all__ = ["attention_merge"]
 
 
-def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def attention_merge(
+    parts: Sequence[tuple[Array, Array | RowStatistics]],
+) -> tuple[Array, Any]:
     """Join partial results of attention over disjoint key sets into the result over all of them.
 
     Parameters
     ----------
-    parts : sequence of (out (…, n_q, d_v), lse (…, n_q))
-        Results and ``cache.lse`` of :func:`attention_forward`, for the same queries. Sinks belong in one part only.
+    parts : sequence of (out (…, n_q, d_v), lse (…, n_q)) or of (out, RowStatistics)
+        Results and ``cache.lse`` or ``cache.row_statistics`` of :func:`attention_forward`, for the same queries. The
+        second loses no digit where scores are large. Sinks belong in one part only.
 
     Returns
     -------
     out, lse : array
         ``out`` in the parts' dtype, ``lse`` in float32 or float64. Parts that attended to nothing count for nothing.
+        Where every part came with its row statistics, these of the whole stand in the place of ``lse``.
 
     Raises
     ------
@@ -43,22 +48,35 @@ def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]
     """
     if not isinstance(parts, tuple | list) or not parts:
         raise ArgumentError(f"parts: expected a list of (out, lse), at least one, got {shown(parts)}")
+    arrays: dict[str, Array] = {}
     for i, part in enumerate(parts):
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise ArgumentError(f"parts[{i}]: expected a pair (out, lse), got {type(part).__name__}")
-        expect_arrays(**{f"parts[{i}] out": part[0], f"parts[{i}] lse": part[1]})
-    outs = {f"parts[{i}] out": part[0] for i, part in enumerate(parts)}
-    lses = {f"parts[{i}] lse": part[1] for i, part in enumerate(parts)}
+        arrays |= {f"parts[{i}] {name}": x for name, x in _named(*part).items()}
+    expect_arrays(**arrays)
+    outs = {name: x for name, x in arrays.items() if name.endswith(" out")}
     expect_one_dtype(**outs)
-    expect_floating(**lses)
+    expect_floating(**{name: x for name, x in arrays.items() if name not in outs})
     shape = tuple(parts[0][0].shape)
-    for (name_out, out), (name_lse, lse) in zip(outs.items(), lses.items(), strict=True):
-        expect_shape(name_out, out, shape)
-        expect_shape(name_lse, lse, shape[:-1])
-    trip = embark(outs | lses)
-    native: tuple[Array, ...] = trip.arrays
-    xp, n = trip.place.backend.namespace(), len(parts)
-    dtype = wide(xp, native[0].dtype)
-    pairs = [(widen(xp, out), cast(xp, lse, dtype)) for out, lse in zip(native[:n], native[n:], strict=True)]
-    out, lse = reduce(lambda a, b: merge(xp, a, b), pairs)
-    return trip.back(cast(xp, out, native[0].dtype), "out"), trip.back(lse, "lse")
+    for name, x in arrays.items():
+        expect_shape(name, x, shape if name in outs else shape[:-1])
+    trip = embark(arrays)
+    xp, native = trip.place.backend.namespace(), iter(trip.arrays)
+    dtype = wide(xp, next(iter(trip.arrays)).dtype)  # type: ignore[union-attr]  # every array is there
+
+    def statistics_of(given: Array | RowStatistics) -> RowStatistics:
+        if isinstance(given, RowStatistics):
+            return RowStatistics(*(cast(xp, next(native), dtype) for _ in given))
+        return statistics_of_lse(xp, cast(xp, next(native), dtype))
+
+    pairs = [(widen(xp, next(native)), statistics_of(given)) for _, given in parts]
+    out, statistics = reduce(lambda a, b: merge(xp, a, b), pairs)
+    out = trip.back(cast(xp, out, trip.arrays[0].dtype), "out")  # type: ignore[union-attr]
+    if all(isinstance(given, RowStatistics) for _, given in parts):
+        return out, RowStatistics(*(trip.back(x, "row_statistics") for x in statistics))
+    return out, trip.back(statistics.lse, "lse")
+
+
+def _named(out: Array, given: Array | RowStatistics) -> dict[str, Array]:
+    """Return the arrays of a part by name."""
+    return {"out": out} | (given._asdict() if isinstance(given, RowStatistics) else {"lse": given})

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from ..backend import Array, Backend, Place
-from ..kernels import Problem, cast, expand, unbroadcast, widen
+from ..kernels import AttentionGrads, Problem, cast, expand, unbroadcast, widen
 from ..kernels._plain import (
+    Rows,
+    Scores,
     attention_scores,
     exponentials,
+    in_dtypes,
     nonzero,
     repeat_heads,
     scores_backward,
-    sinks_gradient,
     sum_heads,
 )
+from ..kernels._units import Units, fits, row_units
 from ._arguments import Settings, checked, make_problem
 from ._operation import Operation
 
@@ -33,9 +36,14 @@ def forward(backend: Backend, q: Array, k: Array, *rest: Array, settings: Settin
     if problem.sizes.empty:
         weights = xp.zeros(problem.sizes.scores, dtype=q.dtype, device=problem.native_device)
     else:
-        scores, _, allowed = attention_scores(q_, repeat_heads(k_, problem), problem)
-        weights, _ = _weights(scores, allowed, problem)
-        weights = expand(xp, cast(xp, weights, q.dtype), problem.sizes.scores)
+
+        def found(units: Units | None) -> Array:
+            weights, _ = _weights(attention_scores(q_, repeat_heads(k_, problem), problem, units), problem)
+            return expand(xp, cast(xp, weights, q.dtype), problem.sizes.scores)
+
+        weights = backend.cond(
+            fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem))
+        )
     return weights[0, ...] if q.ndim == k.ndim == 2 else weights, (q, k, *rest)
 
 
@@ -46,28 +54,35 @@ def backward(backend: Backend, dweights: Array, saved: tuple[Any, ...], *, setti
     if problem.sizes.empty:
         zeros = (None if x is None else xp.zeros_like(x) for x in (q, k, None, bias, sinks))
         return (*zeros, *(None for _ in rest))
-    k_heads = k if k.ndim > 2 else k[None, ...]
-    q_, k_ = widen(xp, q if q.ndim > 2 else q[None, ...]), widen(xp, repeat_heads(k_heads, problem))
-    scores, capped, allowed = attention_scores(q_, k_, problem)
-    weights, lse = _weights(scores, allowed, problem)
+    q_heads, k_heads = (x if x.ndim > 2 else x[None, ...] for x in (q, k))
+    q_, k_ = widen(xp, q_heads), widen(xp, repeat_heads(k_heads, problem))
     dweights = xp.reshape(widen(xp, dweights), problem.sizes.scores)
-    shift = -xp.sum(xp.where(xp.equal(weights, 0), xp.zeros_like(dweights), weights * dweights), axis=-1)
-    dscores = weights * (dweights + shift[..., None])
-    dq, dk, dbias = scores_backward(dscores, q_, k_, capped, allowed, problem)
-    dq, dk = unbroadcast(xp, dq, (*q_.shape,)), sum_heads(dk, k_heads, problem)
-    dsinks = sinks_gradient(shift, lse, problem)
-    dq, dk = (cast(xp, xp.reshape(dx, x.shape), x.dtype) for dx, x in ((dq, q), (dk, k)))
-    return (dq, dk, None, dbias, dsinks, *(None for _ in rest))
+
+    def found(units: Units | None) -> AttentionGrads:
+        x = attention_scores(q_, k_, problem, units)
+        weights, rows = _weights(x, problem)
+        none = xp.equal(weights, 0)
+        shift = -xp.sum(xp.where(none, xp.zeros_like(dweights), weights * dweights), axis=-1)
+        dscores = weights * (dweights + shift[..., None])
+        dq, dk, dbias = scores_backward(dscores, q_, k_, x.capped, x.allowed, problem)
+        grads = (unbroadcast(xp, dq, q_.shape), sum_heads(dk, k_heads, problem), None, dbias)
+        return in_dtypes(problem, q_heads, k_heads, None, grads, rows._replace(shift=shift))
+
+    dq, dk, _, dbias, dsinks = backend.cond(
+        fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem))
+    )
+    return (xp.reshape(dq, q.shape), xp.reshape(dk, k.shape), None, dbias, dsinks, *(None for _ in rest))
 
 
-def _weights(scores: Array, allowed: Array | None, problem: Problem) -> tuple[Array, Array]:
-    """Return the softmax, exactly zero where excluded, and the log of its denominator."""
+def _weights(x: Scores, problem: Problem) -> tuple[Array, Rows]:
+    """Return the softmax, exactly zero where excluded, and what its rows were divided by."""
     xp = problem.xp
-    exp, total, largest = exponentials(scores, allowed, problem)
+    exp, total, largest = exponentials(x, problem)
     weights = exp / nonzero(xp, total)
-    if allowed is not None:
-        weights = xp.where(allowed, weights, xp.zeros_like(weights))
-    return weights, xp.squeeze(xp.log(total) + largest, axis=-1)
+    if x.allowed is not None:
+        weights = xp.where(x.allowed, weights, xp.zeros_like(weights))
+    largest, log_total = (xp.squeeze(y, axis=-1) for y in (largest, xp.log(total)))
+    return weights, Rows(largest, log_total, xp.zeros_like(largest), x.units)
 
 
 _operation = Operation("attention_weights", forward, backward, prepare)

@@ -11,16 +11,30 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Place
-from ..functional._arguments import Settings
+from ..functional._arguments import Settings, make_problem
 from ..functional._attention import backward as attention_backward
 from ..functional._attention import forward as attention_forward
 from ..functional._attention import prepare as prepare_attention
 from ..functional._operation import Operation
-from ..kernels import cast, merge, wide, widen
+from ..kernels import AttentionGrads, Problem, RowStatistics, cast, wide, widen
 from ..kernels._exclusion import matmul_excluding
+from ..kernels._merge import Sums, finished, merge_sums, sums_of
+from ..kernels._plain import Rows, in_dtypes, nonzero
+from ..kernels._tiled import tiled_gradients, tiled_rows, tiled_sums
+from ..kernels._units import (
+    Units,
+    divided,
+    fits,
+    gradient_unit,
+    is_moderate,
+    multiplied,
+    row_units,
+    value_unit,
+)
 
 __all__ = ["ARRAYS", "operation"]
 
@@ -38,6 +52,12 @@ class Group(NamedTuple):
     arrays: tuple[Array | None, ...]
     owners: Array  # (G,), −1 for a page that counts for nothing
     entries: Array  # (G,), 0 for these
+    backend: Backend
+
+    def rows_of(self, units: Units) -> Units:
+        """Return the units of the rows of each page's owner."""
+        xp = self.backend.namespace()
+        return Units(*(xp.take(x, self.entries, axis=0) for x in units))
 
 
 class Reading(NamedTuple):
@@ -87,7 +107,19 @@ class Reading(NamedTuple):
         q = xp.take(x["q"], entries, axis=0)  # (G, H, n_q, d_k)
         offset = lengths - n_q - start
         arrays = (q, x["k"], x["v"], x["bias"], None, x["mask"], offset, held, x["q_segments"], x["k_segments"], None)
-        return Group(arrays, owners, entries)
+        return Group(arrays, owners, entries, self.backend)
+
+    def problem(self, group: Group) -> Problem:
+        """Return the problem of a group."""
+        return make_problem(Place(self.backend, self.settings.device), group.arrays, self.settings)
+
+    @property
+    def whole(self) -> Problem:
+        """The problem of a page, but for its keys: those of all pages."""
+        x = self.arrays
+        seen = (x["q"], x["k"], x["v"], x["bias"], None, None, None, None, None, None, None)
+        problem = make_problem(Place(self.backend, self.settings.device), seen, self.settings)
+        return replace(problem, sizes=problem.sizes._replace(n_k=problem.sizes.n_k * self._total))
 
     def _count(self) -> Array:
         xp = self.backend.namespace()
@@ -105,97 +137,160 @@ def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> di
 
 
 def forward(backend: Backend, *arrays: Array, settings: Settings, pages: int) -> tuple[Array, tuple[Any, ...]]:
-    """Return out (B, H, n_q, d_v); save the arrays, out and lse."""
-    out, lse = _compiled(backend, settings, pages)(*arrays)
-    return out, (*arrays, out, lse)
+    """Return out (B, H, n_q, d_v); save the arrays, out and the row statistics."""
+    out, statistics = _compiled(backend, settings, pages)(*arrays)
+    return out, (*arrays, out, *statistics)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(backend: Backend, settings: Settings, pages: int) -> Callable[..., tuple[Array, Array]]:
+def _compiled(backend: Backend, settings: Settings, pages: int) -> Callable[..., tuple[Array, RowStatistics]]:
     """Return the forward as one program, where the library compiles any."""
     return backend.jit(functools.partial(_forward, backend, settings, pages))
 
 
-def _forward(backend: Backend, settings: Settings, pages: int, *arrays: Array) -> tuple[Array, Array]:
-    """Return out (B, H, n_q, d_v) and lse (B, H, n_q)."""
+def _forward(backend: Backend, settings: Settings, pages: int, *arrays: Array) -> tuple[Array, RowStatistics]:
+    """Return out (B, H, n_q, d_v) and the row statistics (B, H, n_q)."""
     x = dict(zip(ARRAYS, arrays, strict=True))
+    xp, reading = backend.namespace(), Reading(backend, x, settings, pages)
+    q, k, v = (widen(xp, x[name]) for name in ("q", "k", "v"))
+    problem = reading.whole
+
+    def ordinary() -> tuple[Array, RowStatistics]:
+        def of_pages(group: Group) -> Sums:
+            out, saved = attention_forward(backend, *group.arrays, settings=settings)
+            return sums_of(xp, widen(xp, out), RowStatistics(*saved[-2:]))
+
+        out, statistics = finished(xp, over_groups(reading, of_pages, settings.sizes.d_v, None))
+        return cast(xp, out, x["q"].dtype), statistics
+
+    def careful() -> tuple[Array, RowStatistics]:
+        units, unit = row_units(q, k, problem), value_unit(v, problem)
+
+        def of_pages(group: Group) -> Sums:
+            q_t, k_t, v_t = group.arrays[:3]
+            v_t = divided(widen(xp, v_t), unit)
+            return tiled_sums(q_t, k_t, v_t, reading.problem(group), group.rows_of(units))
+
+        out, statistics = finished(xp, over_groups(reading, of_pages, settings.sizes.d_v, units), units)
+        return cast(xp, multiplied(out, unit), x["q"].dtype), statistics
+
+    return backend.cond(fits(q, k, v, problem), ordinary, careful)  # type: ignore[no-any-return]
+
+
+def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: int, units: Units | None) -> Sums:
+    """Return the sums of every row over its pages and the sink, from those of the pages of each group."""
+    backend, x = reading.backend, reading.arrays
     xp, q = backend.namespace(), x["q"]
-    reading = Reading(backend, x, settings, pages)
-    rows, device = tuple(q.shape[:-1]), backend.native_device(settings.device)
+    rows, dtype = tuple(q.shape[:-1]), wide(xp, q.dtype)  # type: ignore[union-attr]  # there are queries
+    device = backend.native_device(reading.settings.device)
 
-    def one(i: Any) -> tuple[Array, Array]:
+    def one(i: Any) -> Sums:
         group = reading.group(i)
-        out, saved = attention_forward(backend, *group.arrays, settings=settings)
-        return joined(backend, group.owners, widen(xp, out), saved[-1], rows[0])
+        return joined(backend, group, of_pages(group), rows[0], units)
 
+    zero = xp.zeros((*rows, 1), dtype=dtype, device=device)
+    nothing = Sums(xp.zeros((*rows, features), dtype=dtype, device=device), zero, xp.zeros_like(zero))
     if reading.groups == 1:
-        out, lse = one(0)
+        total = one(0)
     else:
-        dtype = wide(xp, q.dtype)
-        nothing = (
-            xp.zeros((*rows, settings.sizes.d_v), dtype=dtype, device=device),
-            xp.full(rows, -math.inf, dtype=dtype, device=device),
-        )
-        (out, lse), _ = backend.scan(lambda carry, i: (merge(xp, carry, one(i)), ()), nothing, reading.groups)
+        total, _ = backend.scan(lambda carry, i: (merge_sums(xp, carry, one(i), units), ()), nothing, reading.groups)
     if x["sinks"] is not None:  # one more key, whose value is zero
-        sinks = cast(xp, x["sinks"], lse.dtype)[:, None]
-        out, lse = merge(xp, (out, lse), (xp.zeros_like(out), sinks))
-    return cast(xp, out, q.dtype), lse
+        sinks = zero + divided(cast(xp, x["sinks"], dtype)[:, None, None], units)
+        one_ = xp.where(xp.equal(sinks, -math.inf), zero, xp.ones_like(zero))
+        total = merge_sums(xp, total, Sums(nothing.out, one_, sinks), units)
+    return total
 
 
-def joined(backend: Backend, owners: Array, out: Array, lse: Array, batch: int) -> tuple[Array, Array]:
-    """Return out (B, H, n_q, d_v) and lse (B, H, n_q) of each entry over its pages, from those of the pages (G, …)."""
-    xp = backend.namespace()
+def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units | None) -> Sums:
+    """Return the sums (B, H, n_q, ·) of each entry over its pages of a group, from those of the pages (G, H, n_q, ·)."""
+    xp, owners = backend.namespace(), group.owners
     entries = xp.arange(batch, dtype=owners.dtype, device=backend.native_device(backend.device_of(owners)))
     mine = owners[None, :] == entries[:, None]  # (B, G)
-    of, lse = mine[:, :, None, None], lse[None, ...]  # (B, G, 1, 1), (1, G, H, n_q)
-    none = xp.full_like(lse, -math.inf)
-    largest = xp.max(xp.where(of, lse, none), axis=1)  # (B, H, n_q)
-    empty = largest == -math.inf
-    base = xp.where(empty, xp.zeros_like(largest), largest)
-    weights = xp.where(of, xp.exp(lse - base[:, None, ...]), xp.zeros_like(lse))  # (B, G, H, n_q)
-    total = xp.sum(weights, axis=1)
+    of = mine[:, :, None, None, None]
+    largest, total = pages.largest[None, ...], pages.total[None, ...]  # (1, G, H, n_q, 1)
+    counts = xp.logical_and(of, xp.not_equal(total, 0))
+    top = xp.max(xp.where(counts, largest, xp.full_like(largest, -math.inf)), axis=1)  # (B, H, n_q, 1)
+    base = xp.where(xp.equal(top, -math.inf), xp.zeros_like(top), top)
+    above = largest - base[:, None, ...]
+    if units is not None:
+        above = multiplied(above, Units(*(x[:, None, ...] for x in units)))
+    scales = xp.where(counts, xp.exp(above), xp.zeros_like(above))  # (B, G, H, n_q, 1)
+    totals = xp.sum(xp.where(counts, scales * total, xp.zeros_like(scales)), axis=1)
     # What one entry's pages hold, NaN included, must not reach another: the product leaves out what is not its own.
     product = matmul_excluding(
-        backend, xp.permute_dims(weights, (2, 3, 0, 1)), xp.permute_dims(out, (1, 2, 0, 3)), mine
-    )  # (H, n_q, B, d_v)
-    total = xp.where(empty, xp.ones_like(total), total)
-    out = xp.permute_dims(product, (2, 0, 1, 3)) / total[..., None]
-    return out, xp.where(empty, largest, base + xp.log(total))
+        backend, xp.permute_dims(scales[..., 0], (2, 3, 0, 1)), xp.permute_dims(pages.out, (1, 2, 0, 3)), mine
+    )  # (H, n_q, B, d)
+    return Sums(xp.permute_dims(product, (2, 0, 1, 3)), totals, base)
 
 
 def backward(
     backend: Backend, dout: Array, saved: tuple[Any, ...], *, settings: Settings, pages: int
 ) -> tuple[Any, ...]:
     """Return a gradient for each array: each page's from what its rows are over all their keys."""
-    *arrays, out, lse = saved
+    *arrays, out, largest, log_total = saved
     x = dict(zip(ARRAYS, arrays, strict=True))
-    xp, table = backend.namespace(), settings.bias is not None
-    reading = Reading(backend, x, settings, pages)
-    put = backend.update_slice
+    xp, reading = backend.namespace(), Reading(backend, x, settings, pages)
+    q, k, v, dout_ = (widen(xp, y) for y in (x["q"], x["k"], x["v"], dout))
+    problem = replace(reading.whole, sinks=x["sinks"])
+
+    def ordinary() -> AttentionGrads:
+        def of_pages(group: Group) -> Any:
+            rows = (xp.take(y, group.entries, axis=0) for y in (dout, out, largest, log_total))
+            dout_t, *own = rows
+            return attention_backward(backend, dout_t, (*group.arrays, *own), settings=settings)[:4]
+
+        rows = Rows(largest, log_total, -xp.sum(dout_ * widen(xp, out), axis=-1))
+        grads = summed_over_groups(reading, of_pages)
+        return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows)
+
+    def careful() -> AttentionGrads:
+        units, unit = row_units(q, k, problem), gradient_unit(dout_, v, problem)
+        small = divided(dout_, unit)
+
+        def rows_of_pages(group: Group) -> Sums:
+            dout_t, part = xp.take(small, group.entries, axis=0), reading.problem(group)
+            return tiled_rows(dout_t, *group.arrays[:3], part, group.rows_of(units))
+
+        row = over_groups(reading, rows_of_pages, 1, units)
+        own = (row.largest, xp.log(row.total), -row.out / nonzero(xp, row.total))
+        rows = Rows(*(xp.squeeze(y, axis=-1) for y in own), units)
+
+        def of_pages(group: Group) -> Any:
+            dout_t, *own_t = (xp.take(y, group.entries, axis=0) for y in (small, *rows[:3]))
+            rows_t = Rows(*own_t, group.rows_of(units))
+            return tiled_gradients(dout_t, *group.arrays[:3], rows_t, reading.problem(group))
+
+        grads = summed_over_groups(reading, of_pages)
+        return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows, unit)
+
+    moderate = is_moderate(q, k, v, RowStatistics(largest, log_total), problem, dout_)
+    grads = backend.cond(moderate, ordinary, careful)
+    return *grads, *(None for _ in ARRAYS[5:])
+
+
+def summed_over_groups(reading: Reading, of_pages: Callable[[Group], Any]) -> tuple[Array | None, ...]:
+    """Return the gradients of q, k, v and the bias from those of each group's pages."""
+    backend, x = reading.backend, reading.arrays
+    xp, put, table = backend.namespace(), reading.backend.update_slice, reading.settings.bias is not None
 
     def one(carry: Any, i: Any) -> tuple[Any, tuple[()]]:
         group, (dq, *totals) = reading.group(i), carry
-        dout_, out_, lse_ = (xp.take(y, group.entries, axis=0) for y in (dout, out, lse))
-        saved = (*group.arrays, out_, lse_)
-        dq_, *parts = attention_backward(backend, dout_, saved, settings=settings)[:4]
+        dq_, *parts = of_pages(group)
         dq = backend.index_add(dq, group.entries, widen(xp, dq_))
-        for k, (name, total, part) in enumerate(zip(("k", "v", "bias"), totals, parts, strict=True)):
-            if part is not None and name == "bias" and table:
-                totals[k] = total + part
-            elif part is not None:  # pages that two groups have are zero in one of them
-                totals[k] = put(total, reading.part(total, i) + part, reading.start(i), 0)
+        for number, (name, total, part) in enumerate(zip(("k", "v", "bias"), totals, parts, strict=True)):
+            if part is None:
+                continue
+            part = widen(xp, part)
+            if name == "bias" and table:
+                totals[number] = total + part
+            else:  # pages that two groups have are zero in one of them
+                totals[number] = put(total, reading.part(total, i) + part, reading.start(i), 0)
         return (dq, *totals), ()
 
-    zeros = (None if y is None else xp.zeros_like(y) for y in (widen(xp, x["q"]), x["k"], x["v"], x["bias"]))
-    (dq, dk, dv, dbias), _ = backend.scan(one, tuple(zeros), reading.groups)
-    dsinks = None
-    if x["sinks"] is not None:
-        shift = xp.sum(widen(xp, dout) * widen(xp, out), axis=-1)  # (B, H, n_q)
-        lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
-        weights = xp.exp(cast(xp, x["sinks"], lse.dtype)[None, :, None] - lse)
-        dsinks = cast(xp, -xp.sum(weights * shift, axis=(0, 2)), x["sinks"].dtype)
-    return cast(xp, dq, x["q"].dtype), dk, dv, dbias, dsinks, *(None for _ in ARRAYS[5:])
+    given = (x[name] for name in ("q", "k", "v", "bias"))
+    zeros = tuple(None if y is None else xp.zeros_like(y, dtype=wide(xp, y.dtype)) for y in given)
+    totals, _ = backend.scan(one, zeros, reading.groups)
+    return tuple(totals)
 
 
 operation = Operation("PagedKVCache.attention", forward, backward, prepare)

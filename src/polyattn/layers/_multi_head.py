@@ -17,7 +17,7 @@ PARAMETERS = (
 )  # fmt: skip
 OWN = len(PARAMETERS)
 EXTRAS = len(ARRAYS) - 3  # what attention takes besides q, k and v
-ATTENTION_SAVED = len(ARRAYS) + 2  # out and lse as well
+ATTENTION_SAVED = len(ARRAYS) + 3  # out and the row statistics as well
 SAVED = 3 + OWN + 2 * _heads.SAVED + ATTENTION_SAVED
 """How many arrays a forward saves."""
 
@@ -51,7 +51,7 @@ def backward(
     q_saved, k_saved = heads_saved[: _heads.SAVED], heads_saved[_heads.SAVED :]
     q_w, k_w, v_w, out_w, q_b, k_b, v_b, out_b, _, _, sinks = parameters
     # y = join(out) W + b
-    out = attention_saved[-2]
+    out = attention_saved[-3]
     djoined, dout_w, dout_b = _linear.backward(backend, dy, (join_heads(xp, out), out_w, out_b))
     dout = split_heads(xp, djoined, plan.heads)  # (…, H, n_q, d_v)
     dq, dk, dv, *dextras = _attention.backward(backend, dout, attention_saved, settings=settings)
