@@ -6,8 +6,6 @@ every result is looked at, which is a pass over rows, not over scores.
 
 from __future__ import annotations
 
-import numpy as np
-
 from polyattn.backend import (
     AlibiBias,
     Array,
@@ -17,7 +15,6 @@ from polyattn.backend import (
     StructuredBias,
     StructuredMask,
     TiledKernel,
-    statistics_of_lse,
 )
 
 from ._blocked import NotFinite, forward, wide
@@ -48,8 +45,7 @@ class BlockedKernel:
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Sum exp(score) v and exp(score) over the tiles of each row, and divide once."""
         try:
-            out, lse = forward(q, k, v, problem)
-            return out, statistics_of_lse(np, lse)
+            return forward(q, k, v, problem)
         except NotFinite:
             return TILED.forward(q, k, v, problem)
 
@@ -57,8 +53,8 @@ class BlockedKernel:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Compute each tile's weights again from lse, and reverse the lines of the forward."""
+        """Compute each tile's weights again from the row statistics, and reverse the lines of the forward."""
         try:
-            return AttentionGrads(*backward(dout, dlse, q, k, v, out, statistics.lse, problem))
+            return backward(dout, dlse, q, k, v, out, statistics.lse, problem)
         except NotFinite:
             return TILED.backward(dout, dlse, q, k, v, out, statistics, problem)
