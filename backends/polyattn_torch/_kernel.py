@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, TiledKernel, statistics_of_lse
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, TiledKernel
 
 __all__ = ["FusedKernel", "Part", "parts", "varies"]
 
@@ -37,6 +37,7 @@ class FusedKernel:
     """The kernel behind torch's ``scaled_dot_product_attention``, called with our cache in place of a graph."""
 
     name = "fused"
+    joins_statistics = True
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the fused operations compute exactly as the semantics say."""
@@ -64,22 +65,19 @@ class FusedKernel:
         from ._fused import forward, opaque
 
         result = None if opaque(q, k, v) else forward(q, k, v, problem, parts(problem))
-        if result is None:
-            return TILED.forward(q, k, v, problem)
-        return result[0], statistics_of_lse(problem.xp, result[1])
+        return TILED.forward(q, k, v, problem) if result is None else result
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Run the fused backward on each part, with the out and lse of the whole rows."""
+        """Run the fused backward on each part, with the out and log-sum-exp of the whole rows."""
         from ._fused import backward, opaque
 
         arrays = (dout, dlse, q, k, v, out)
-        result = None
-        if not opaque(*arrays, *statistics):
-            result = backward(*arrays, statistics.lse, problem, parts(problem))
-        return TILED.backward(*arrays, statistics, problem) if result is None else AttentionGrads(*result)
+        opaque_ = opaque(*arrays, *statistics)
+        result = None if opaque_ else backward(*arrays, statistics, problem, parts(problem))
+        return TILED.backward(*arrays, statistics, problem) if result is None else result
 
 
 def parts(problem: Problem) -> list[Part]:

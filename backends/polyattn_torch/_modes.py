@@ -21,6 +21,7 @@ class Recorded:
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.kernel = kernel.name, kernel
+        self.joins_statistics: bool = getattr(kernel, "joins_statistics", False)
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the kernel does."""
@@ -47,6 +48,7 @@ class Compiled:
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.kernel = kernel.name, kernel
+        self.joins_statistics: bool = getattr(kernel, "joins_statistics", False)
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the kernel does."""

@@ -21,6 +21,7 @@ from ..kernels import (
     named,
     statistics_of_lse,
     unbroadcast,
+    unrounded,
     wide,
 )
 from ._arguments import Settings, checked_call, make_problem
@@ -181,8 +182,8 @@ def attention_forward(
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
     out, cache = _operation.record(arrays, {"settings": settings}, backend)
-    statistics = RowStatistics(*cache.arrays[-2:])
     with cache.place.backend.scope():
+        statistics = _unrounded(cache)
         lse = statistics.lse
     statistics = RowStatistics(*(move(x, cache.home, name="row_statistics") for x in statistics))
     return out, replace(cache, lse=move(lse, cache.home, name="lse"), row_statistics=statistics)
@@ -212,6 +213,18 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
         more["dlse"] = upstream_of(tuple(like.shape), dtype_name(like.dtype), dlse, cache, "dlse")
     grads = _operation.reverse(dout, cache, name="dout", **more)
     return AttentionGrads(*homeward(grads[:5], cache, AttentionGrads))
+
+
+def _unrounded(cache: Cache) -> RowStatistics:
+    """Return the row statistics of a forward, with all their digits whatever kernel it was."""
+    (*arrays, _, largest, log_total), settings = cache.arrays, dict(cache.static)["settings"]
+    statistics, kernel = RowStatistics(largest, log_total), named(cache.place.backend.kernels, settings.kernel)
+    problem, (q, k, _) = _with_heads(cache.place.backend, arrays, settings)
+    if problem.sizes.empty:
+        return statistics
+    xp, shape, rows = problem.xp, largest.shape, problem.sizes.scores[:-1]
+    with_head = RowStatistics(*(xp.reshape(x, rows) for x in statistics))
+    return RowStatistics(*(xp.reshape(x, shape) for x in unrounded(kernel, q, k, with_head, problem)))
 
 
 def kernel_for(problem: Problem, name: str | None) -> Kernel:

@@ -15,7 +15,7 @@ from ._prefix_mask import PrefixMask
 from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
 from ._relative_positions import RelativePositionBias
 from ._structure import StructuredBias, StructuredMask
-from ._tiled import TiledKernel, allowed_in, loops, tile_lengths
+from ._tiled import TiledKernel, allowed_in, loops, tile_lengths, unrounded
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -46,6 +46,7 @@ __all__ = [
     "statistics_of_lse",
     "tile_lengths",
     "unbroadcast",
+    "unrounded",
     "wide",
     "widen",
 ]

@@ -17,7 +17,10 @@ class RowStatistics(NamedTuple):
     """
 
     largest: Array
-    """The largest score of the row, the sink included: (…, H, n_q), float32 or wider."""
+    """The largest score of the row, the sink included, or 0 where scores are so small that no digit is lost: (…, H, n_q).
+
+    In float32 or wider.
+    """
     log_total: Array
     """The logarithm of Σ exp(score − largest), the sink included: (…, H, n_q), float32 or wider."""
 
@@ -129,6 +132,9 @@ class Kernel(Protocol):
     A kernel sees native arrays of its backend's library with a head axis, after
     validation and conversion, and never an empty axis. Its backward accepts the
     ``(out, statistics)`` of any kernel.
+
+    A kernel whose library gives it one rounded log-sum-exp a row says so by an attribute ``joins_statistics = True``:
+    its own backward knows that, and :func:`with_statistics` makes the digits up for what else looks at them.
     """
 
     name: str

@@ -23,9 +23,9 @@ from ._arrays import Array, cast, wide, widen
 from ._masks import allowed, shifted
 from ._merge import Sums, finished, merge_sums
 from ._plain import PlainKernel, Rows, backward_in_units, forward_in_units, plain_gradients, plain_rows, sums
-from ._problem import AttentionGrads, Problem, RowStatistics, Sizes
+from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
 from ._structure import StructuredBias, StructuredMask
-from ._units import Units, divided
+from ._units import LARGE, Units, divided, magnitude
 
 PLAIN = PlainKernel()
 SCORES = 2**20  # of one tile over all heads: 4 MiB in float32, and a handful of such arrays at a time
@@ -92,6 +92,26 @@ def tiled_sums(q: Array, k: Array, v: Array, problem: Problem, units: Units | No
         return sums(q_t, k_t, v_t, part, units=units_at(part, units, tile))
 
     return joined_tiles(q, k, v, problem, units, problem.sizes.d_v, sums_of)
+
+
+def with_statistics(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return a kernel's out, and row statistics that have lost no digit."""
+    out, statistics = kernel.forward(q, k, v, problem)
+    return out, unrounded(kernel, q, k, statistics, problem)
+
+
+def unrounded(kernel: Kernel, q: Array, k: Array, statistics: RowStatistics, problem: Problem) -> RowStatistics:
+    """Return the row statistics, computed again where a kernel gave a rounded log-sum-exp and its rounding shows."""
+    if not getattr(kernel, "joins_statistics", False):
+        return statistics
+    xp = problem.xp
+
+    def again() -> RowStatistics:
+        of_one = replace(problem, sizes=problem.sizes._replace(d_v=1))
+        return finished(xp, tiled_sums(q, k, k[..., :1], of_one, None))[1]
+
+    small = xp.less_equal(magnitude(xp, statistics.largest), LARGE / 2)
+    return problem.backend.cond(small, lambda: statistics, again)  # type: ignore[no-any-return]
 
 
 def tiled_rows(dout: Array, q: Array, k: Array, v: Array, problem: Problem, units: Units | None) -> Sums:

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Place
 from ..functional._arguments import Settings, make_problem
 from ..functional._attention import backward as attention_backward
-from ..functional._attention import forward as attention_forward
 from ..functional._attention import prepare as prepare_attention
 from ..functional._operation import Operation
-from ..kernels import AttentionGrads, Problem, RowStatistics, cast, wide, widen
+from ..kernels import GENERIC, AttentionGrads, Problem, RowStatistics, cast, named, wide, widen
 from ..kernels._exclusion import matmul_excluding
 from ..kernels._merge import Sums, finished, merge_sums, sums_of
 from ..kernels._plain import Rows, in_dtypes, nonzero
-from ..kernels._tiled import tiled_gradients, tiled_rows, tiled_sums
+from ..kernels._tiled import tiled_gradients, tiled_rows, tiled_sums, with_statistics
 from ..kernels._units import (
     Units,
     divided,
@@ -157,8 +156,9 @@ def _forward(backend: Backend, settings: Settings, pages: int, *arrays: Array) -
 
     def ordinary() -> tuple[Array, RowStatistics]:
         def of_pages(group: Group) -> Sums:
-            out, saved = attention_forward(backend, *group.arrays, settings=settings)
-            return sums_of(xp, widen(xp, out), RowStatistics(*saved[-2:]))
+            part, kernel = reading.problem(group), named(backend.kernels, settings.kernel or GENERIC.name)
+            out, statistics = with_statistics(kernel, *group.arrays[:3], part)
+            return sums_of(xp, widen(xp, out), statistics)
 
         out, statistics = finished(xp, over_groups(reading, of_pages, settings.sizes.d_v, None))
         return cast(xp, out, x["q"].dtype), statistics
