@@ -97,6 +97,11 @@ class QueryTile(NamedTuple):
         part = take(y, self.at, (self.tiles.heads * self.x.shared, self.tiles.queries.length))
         return wide(part).reshape(self.tiles.heads, -1, *y.shape[2:])
 
+    @property
+    def value_unit(self) -> Array:
+        """What the values of its heads are divided by, ``(heads, 1, 1)``."""
+        return take(self.x.value_units, (self.head,), (self.tiles.heads,))[:, None, None]
+
     def by_query_head(self, part: Array) -> Array:
         """Reverse :meth:`rows`: return ``(heads · shared, n_q, …)``."""
         return part.reshape(len(part) * self.x.shared, -1, *part.shape[2:])

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import polyattn as pa
-from polyattn.kernels import _tiled, candidates
+from polyattn.kernels import candidates
 from polyattn.testing import references as ref
+from polyattn.testing.conformance.test_overflow import CASES as OVERFLOW
+from polyattn.testing.conformance.test_overflow import arrays_of, check
+from polyattn.testing.conformance.test_overflow import formula as formula_of_overflow
 from polyattn.testing.plugin import TARGET
 
 MIN = float(np.finfo(np.float32).min)
@@ -158,3 +161,16 @@ def test_gradients(name, kernel, make, to_np):
     for which, bound in bounds.items():
         error = np.abs(to_np(getattr(grads, which)).astype(np.float64) - exact[which])
         assert error.max() <= bound, f"{which}: {error.max():.2g} where {bound:.2g} is allowed"
+
+
+@pytest.mark.parametrize("name", OVERFLOW)
+def test_overflow_on_every_kernel(name, kernel, make, to_np):
+    case = OVERFLOW[name]
+    arrays, given = arrays_of(case, "float32", make)
+    hosts = [to_np(x).astype(np.longdouble) for x in arrays]
+    with np.errstate(all="ignore"):
+        want = formula_of_overflow(*hosts, **{key: x for key, x in case.items() if key not in ("q", "k")})
+    try:
+        check(arrays, given, want, "float32", to_np, kernel=kernel)
+    except pa.KernelUnsupportedError:
+        return  # another kernel takes the problem, which None stands for here

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ._arrays import Array, dtype_name
+from ._arrays import Array, cast, dtype_name
 from ._problem import Problem, RowStatistics
 
 LARGE = 32.0
@@ -21,9 +21,9 @@ EXPONENT = {"float32": 128, "float64": 1024}
 
 
 class Units(NamedTuple):
-    """2^u of each row as two factors, since the power itself may be out of range: (…, H, n_q, 1), or 0-d of a whole array."""
+    """2^u of each row, or of a whole array, as two factors: the power itself may be out of range."""
 
-    one: Array
+    one: Array  # (…, H, n_q, 1), or 0-d
     other: Array
 
 
@@ -43,7 +43,7 @@ def fits(q: Array, k: Array, v: Array | None, problem: Problem) -> Array:
     Here and below, what is not finite counts for nothing: no other computation would change it.
     """
     xp, sizes = problem.xp, problem.sizes
-    scores = magnitude(xp, q) * magnitude(xp, k) * (max(sizes.d_k, 1) * at_least_one(xp, problem.scale))
+    scores = magnitude(xp, q) * magnitude(xp, k) * (max(sizes.d_k, 1) * at_least_one(xp, problem.scale, q))
     result = xp.less(scores, 2.0 ** room_for_scores(scores, problem))
     if v is None:
         return result
@@ -71,10 +71,10 @@ def is_moderate(
 
 
 def row_units(q: Array, k: Array, problem: Problem) -> Units:
-    """Return units in which no score of a row overflows: 1 where none could in any case. q and k in float32 at least."""
+    """Return units in which no score of a row overflows, 1 where none could. q and k are in float32 at least."""
     xp = problem.xp
     bound = log2_magnitude(xp, q, -1) + log2_magnitude(xp, k, None)  # (…, H, n_q, 1)
-    bound = bound + (math.log2(max(problem.sizes.d_k, 1)) + log2(xp, at_least_one(xp, problem.scale)))
+    bound = bound + (math.log2(max(problem.sizes.d_k, 1)) + log2(xp, at_least_one(xp, problem.scale, q)))
     return units_beyond(bound - room_for_scores(bound, problem), problem)
 
 
@@ -120,9 +120,11 @@ def log2_magnitude(xp: Any, x: Array, axis: int | None) -> Array:
     return xp.log2(xp.where(xp.greater(largest, 0), largest, xp.ones_like(largest)))
 
 
-def at_least_one(xp: Any, scale: Any) -> Any:
-    """Return max(|scale|, 1), of a number or of a traced one."""
-    return max(abs(scale), 1.0) if isinstance(scale, float | int) else xp.clip(xp.abs(scale), 1.0, None)
+def at_least_one(xp: Any, scale: Any, like: Array) -> Any:
+    """Return max(|scale|, 1), of a number or of a traced one, which becomes an array of the dtype of ``like``."""
+    if isinstance(scale, float | int):
+        return max(abs(scale), 1.0)
+    return cast(xp, xp.maximum(xp.abs(scale), xp.ones_like(scale)), like.dtype)
 
 
 def log2(xp: Any, x: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Powers of two by which scores, values and gradients are divided where they would overflow, and 1 where not.
+
+``polyattn.kernels._units`` says it at length. These kernels multiply by them in any case: that costs less than a
+second program, which is compiled for each shape as well.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax import numpy as jnp
+
+from polyattn.backend import Array
+
+from ._operands import Operands, wide
+
+__all__ = ["LARGE", "gradient_unit", "in_units", "is_moderate", "row_units"]
+
+LARGE = 32.0
+"""Scores up to here are rounded so little that two computations of them may differ."""
+
+
+def in_units(x: Operands) -> Operands:
+    """Return the operands with the units of their rows and values."""
+    return x._replace(units=row_units(x.q, x.k, x.scale), value_units=value_units(x.v))
+
+
+def row_units(q: Array, k: Array, scale: Any) -> Array:
+    """Return 2^u of each row as two factors, ``(h, n_q, 2)``: no score of a query that is divided by it overflows.
+
+    ``q (h, n_q, d_k)`` is scaled by ``scale`` before the product with ``k (u, n_k, d_k)``.
+    """
+    of_k = jnp.repeat(log2_magnitude(k, (1, 2)), q.shape[0] // k.shape[0])  # (h,)
+    bound = log2_magnitude(q, (2,)) + (of_k + math.log2(max(q.shape[2], 1)))[:, None]  # (h, n_q)
+    bound = bound + jnp.log2(jnp.maximum(jnp.abs(scale), 1)).astype(bound.dtype)
+    half, rest = _halves(bound, 3)
+    return jnp.stack([half, rest], axis=-1)
+
+
+def value_units(v: Array) -> Array:
+    """Return a power of two for each head of ``v (u, n_k, d_v)``: no sum of values that are divided by it overflows."""
+    half, rest = _halves(log2_magnitude(v, (1, 2)) + math.log2(max(v.shape[1], 1)), 3)
+    return half * rest
+
+
+def gradient_unit(dout: Array, v: Array) -> tuple[Array, Array]:
+    """Return a power of two as two factors: no product of values with a dout that is divided by it overflows."""
+    return _halves(log2_magnitude(dout, None) + log2_magnitude(v, None) + math.log2(max(v.shape[-1], 1)), 8)
+
+
+def is_moderate(q: Array, k: Array, scale: Any, largest: Array) -> Array:
+    """Return whether the backward may rely on what another computation of the scores gave.
+
+    Two computations of a large score differ by its rounding, which exp makes a factor of every weight of the row.
+    """
+    q_square, k_square = (jnp.max(jnp.sum(_finite(x) ** 2, axis=-1)) for x in (q, k))
+    scores = jnp.sqrt(q_square) * jnp.sqrt(k_square) * jnp.abs(scale)  # by Cauchy and Schwarz
+    return (scores <= LARGE) & (jnp.max(jnp.abs(_finite(largest))) <= LARGE)
+
+
+def log2_magnitude(x: Array, axes: tuple[int, ...] | None) -> Array:
+    """Return the base-2 logarithm of the largest finite absolute value, 0 where all are 0."""
+    largest = jnp.max(jnp.abs(_finite(x)), axis=axes)
+    return jnp.log2(jnp.where(largest > 0, largest, 1))
+
+
+def _finite(x: Array) -> Array:
+    x = wide(x)
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _halves(bound: Array, margin: int) -> tuple[Array, Array]:
+    """Return 2^u as two factors, the least u ≥ 0 for which 2^(bound − u) is finite with a margin."""
+    most = jnp.finfo(bound.dtype).maxexp - margin
+    u = jnp.clip(jnp.ceil(bound - most), 0, 2 * most - 2).astype(jnp.int32)
+    one = jnp.ones((), bound.dtype)
+    return jnp.ldexp(one, u // 2), jnp.ldexp(one, u - u // 2)
