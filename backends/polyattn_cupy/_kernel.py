@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, dtype_name, statistics_of_lse
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, dtype_name
 
 __all__ = ["CublasKernel"]
 
@@ -39,12 +39,11 @@ class CublasKernel:
         return None
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Return ``out`` and ``lse``."""
+        """Return ``out`` and the row statistics."""
         from ._tiles import forward
 
         with q.device:
-            out, lse = forward(q, k, v, problem)
-            return out, statistics_of_lse(problem.xp, lse)
+            return forward(q, k, v, problem)
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
@@ -54,4 +53,4 @@ class CublasKernel:
         from ._tiles import backward
 
         with q.device:
-            return AttentionGrads(*backward(dout, dlse, q, k, v, out, statistics.lse, problem))
+            return backward(dout, dlse, q, k, v, out, statistics, problem)

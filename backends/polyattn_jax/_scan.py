@@ -51,7 +51,7 @@ def backward(
     def given() -> tuple[Array, Array, Array]:
         empty = jnp.all(out == 0, axis=-1)  # such a row's upstream, NaN or not, moves no sink
         mean = jnp.where(empty, 0, jnp.sum(dout * wide(out), axis=-1))  # (…, H, n_q)
-        return tuple(y.reshape(by_head[1], by_head[0]) for y in (*map(wide, statistics), mean))  # type: ignore[return-value]
+        return tuple(y.reshape(by_head[1], by_head[0]) for y in (*map(wide, statistics), mean))
 
     def own() -> tuple[Array, Array, Array]:
         return _statistics(x, dout.reshape(by_head[1], by_head[0], -1))  # type: ignore[no-any-return]
@@ -109,7 +109,7 @@ def _forward_tile(tile: QueryTile, finite: Array) -> tuple[Array, Array, Array]:
 
 
 def _sums(tile: QueryTile, features: int, add: Callable[[Array, Any, Allowed], Array]) -> tuple[Array, ...]:
-    """Return Σ ``add(exp(score), key tile)``, Σ exp(score), the largest score in its unit, and whether there was one."""
+    """Return Σ ``add(exp(score), key tile)``, Σ exp(score), the largest score in its unit, and whether any is."""
     x, units = tile.x, tile.rows(tile.x.units)
     q, up = divided(tile.rows(x.q) * x.scale, units[..., None, :]), units_of(x, units[..., None, :])  # (heads, rows, ·)
 

@@ -130,7 +130,8 @@ class Backward:
             shift = -np.vecdot(dout_, out, dtype=dtype)
             sink_weights = np.exp(sinks - lse, dtype=dtype)
         else:
-            largest, total, mean = (y.reshape(lse.shape) for y in self._statistics(task, *lines, k, v))
+            found = self._statistics(task, lines[0], lines[1], k, v)
+            largest, total, mean = (y.reshape(lse.shape) for y in found)
             self.own = tuple(y.reshape(lines[0].shape[:2]) for y in (largest, 1 / total))
             shift = -mean / total
             sink_weights = np.exp(sinks - largest, dtype=dtype) / total
@@ -152,7 +153,7 @@ class Backward:
         call, problem, dtype = self.call, self.call.problem, self.call.dtype
         if not math.isfinite(score_bound(q[..., :-1], k, problem)):
             raise NotFinite
-        first, last = call.keys(task, task.start, task.stop)
+        first, _ = call.keys(task, task.start, task.stop)
         largest, total, mean = np.full(q.shape[:2], -math.inf, dtype), *np.zeros((2, *q.shape[:2]), dtype)
         if problem.sinks is not None:
             sinks = problem.sinks[call.heads(task)].reshape(-1, 1, call.groups)
@@ -165,7 +166,9 @@ class Backward:
                 scores, _, excluded = self._scores(task, rows, (a, b), q[:, lines], k_t[:, :, keys])
                 if excluded is not None:
                     np.copyto(excluded[1], -math.inf, where=excluded[0])
-                dweights = np.matmul(dout[:, lines, :-1], v_t[:, :-1, keys], out=self.buffers.take("dscores", scores.shape))
+                dweights = np.matmul(
+                    dout[:, lines, :-1], v_t[:, :-1, keys], out=self.buffers.take("dscores", scores.shape)
+                )
                 if problem.dropout:
                     dweights *= call.kept(task, rows, (a, b), self.buffers.take)
                 before, top = largest[:, lines].copy(), largest[:, lines]
@@ -177,7 +180,9 @@ class Backward:
                     total_[:, lines] = total_[:, lines] * shrink + new
         return np.where(np.isneginf(largest), 0, largest), np.where(total == 0, 1, total), mean
 
-    def _row_tiles(self, task: Task, columns: tuple[int, int]) -> Iterator[tuple[tuple[int, int], slice, tuple[int, int], slice]]:
+    def _row_tiles(
+        self, task: Task, columns: tuple[int, int]
+    ) -> Iterator[tuple[tuple[int, int], slice, tuple[int, int], slice]]:
         """Yield the rows that see some of a tile of keys: as queries, as lines of the task, and the keys they see."""
         call = self.call
         for start in range(task.start, task.stop, call.rows):

@@ -87,7 +87,9 @@ class DirectKernel:
                 total = np.where(total == 0, 1, total)
                 weights = weights / total
                 shift = -np.vecdot(weights, dweights)
-                sink_weights = 0 if problem.sinks is None else (np.exp(problem.sinks[:, None, None] - largest) / total)[..., 0]
+                sink_weights = (
+                    0 if problem.sinks is None else (np.exp(problem.sinks[:, None, None] - largest) / total)[..., 0]
+                )
             # out = weights v
             dv = _by_kv_head(weights, problem).swapaxes(-1, -2) @ _by_kv_head(dout_, problem)  # (…, H_kv, n_k, d_v)
             if dlse is not None:

@@ -90,8 +90,8 @@ def _forward(q: Array, k: Array, v: Array, *given: Any) -> Any:
 
 @torch.library.custom_op(  # type: ignore[untyped-decorator]
     "polyattn::attention_backward", mutates_args=(),
-    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor largest, Tensor log_total, Tensor q, Tensor k, Tensor v, {SCHEMA}) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    schema="(Tensor dout, Tensor? dlse, Tensor out, Tensor largest, Tensor log_total, Tensor q, Tensor k, Tensor v, "
+    f"{SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
 )  # fmt: skip
 def _backward(
     dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any

@@ -89,11 +89,15 @@ def cases():
     found["some rows at the lowest bias"] = one | {
         "bias": np.where(np.arange(19)[:, None] % 3 == 0, MIN, rng.standard_normal((1, 2, 19, 11)))
     }
-    found["some keys at the lowest bias"] = one | {"bias": np.where(np.arange(11) % 3 == 0, MIN, np.zeros((1, 1, 1, 11)))}
+    found["some keys at the lowest bias"] = one | {
+        "bias": np.where(np.arange(11) % 3 == 0, MIN, np.zeros((1, 1, 1, 11)))
+    }
     found["bias of 1e6"] = one | {"bias": np.round(rng.standard_normal((1, 2, 19, 11))) + 1e6}
     for size in (1.0, 1e5, 1e8):
         exact = random_case(size, integers=True, seed=3)
-        found[f"sinks {size:.0e}"] = exact | {"sinks": np.array([max(float((exact["q"] @ exact["k"].swapaxes(-1, -2)).max()), 1.0), -1.0])}
+        found[f"sinks {size:.0e}"] = exact | {
+            "sinks": np.array([max(float((exact["q"] @ exact["k"].swapaxes(-1, -2)).max()), 1.0), -1.0])
+        }
         found[f"softcap {size:.0e}"] = random_case(size, softcap=20.0)
         found[f"dropout {size:.0e}"] = exact | {"p": 0.25}
         found[f"causal {size:.0e}"] = random_case(size, n_k=23, integers=True) | {"causal": True}
@@ -142,9 +146,7 @@ def bounds_of(case):
 
 def native_of(case, make):
     """Return q, k, v, dout and the arguments as arrays of the library."""
-    arguments = {
-        name: make(x, "float32") if isinstance(x, np.ndarray) else x for name, x in arguments_of(case).items()
-    }
+    arguments = {name: make(x, "float32") if isinstance(x, np.ndarray) else x for name, x in arguments_of(case).items()}
     return [make(case[name], "float32") for name in ("q", "k", "v", "dout")], arguments
 
 

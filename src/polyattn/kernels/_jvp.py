@@ -1,8 +1,8 @@
 """Forward mode: how the result of attention moves with its inputs, tile by tile in linear memory.
 
-With s = scale · q kᵀ, t = softcap(s), S = t + bias, P = exp(S − lse) the weights, D the factors of dropout (0 or 1 / (1 − p)),
-p₀ the weight of a sink, and a prime for a tangent (``_dot`` in the code), the lines of the forward are differentiated
-one after the other::
+With s = scale · q kᵀ, t = softcap(s), S = t + bias, P = exp(S − lse) the weights, D the factors of dropout
+(0 or 1 / (1 − p)), p₀ the weight of a sink, and a prime for a tangent (``_dot`` in the code), the lines of the forward
+are differentiated one after the other::
 
     s'   = scale · (q' kᵀ + q k'ᵀ)
     t'   = (1 − (t / softcap)²) ⊙ s'

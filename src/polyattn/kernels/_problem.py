@@ -17,9 +17,9 @@ class RowStatistics(NamedTuple):
     """
 
     largest: Array
-    """The largest score of the row, the sink included, or 0 where scores are so small that no digit is lost: (…, H, n_q).
+    """The largest score of the row, the sink included, or 0 where scores are so small that no digit is lost.
 
-    In float32 or wider.
+    (…, H, n_q), in float32 or wider.
     """
     log_total: Array
     """The logarithm of Σ exp(score − largest), the sink included: (…, H, n_q), float32 or wider."""

@@ -176,8 +176,8 @@ def tiled_gradients(
 
 def rows_at(part: Problem, rows: Rows, tile: Tile) -> Rows:
     """Cut a tile's rows out of what is known of all rows."""
-    cuts = (cut(part, x, tile.query, part.sizes.n_q, -1) for x in rows[:3])
-    return Rows(*cuts, units_at(part, rows.units, tile))
+    largest, log_total, shift = (cut(part, x, tile.query, part.sizes.n_q, -1) for x in rows[:3])
+    return Rows(largest, log_total, shift, units_at(part, rows.units, tile))
 
 
 def units_at(part: Problem, units: Units | None, tile: Tile) -> Units | None:

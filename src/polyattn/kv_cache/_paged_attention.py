@@ -53,6 +53,12 @@ class Group(NamedTuple):
     entries: Array  # (G,), 0 for these
     backend: Backend
 
+    @property
+    def qkv(self) -> tuple[Array, Array, Array]:
+        """The queries, keys and values."""
+        q, k, v, *_ = self.arrays
+        return q, k, v
+
     def rows_of(self, units: Units) -> Units:
         """Return the units of the rows of each page's owner."""
         xp = self.backend.namespace()
@@ -157,7 +163,7 @@ def _forward(backend: Backend, settings: Settings, pages: int, *arrays: Array) -
     def ordinary() -> tuple[Array, RowStatistics]:
         def of_pages(group: Group) -> Sums:
             part, kernel = reading.problem(group), named(backend.kernels, settings.kernel or GENERIC.name)
-            out, statistics = with_statistics(kernel, *group.arrays[:3], part)
+            out, statistics = with_statistics(kernel, *group.qkv, part)
             return sums_of(xp, widen(xp, out), statistics)
 
         out, statistics = finished(xp, over_groups(reading, of_pages, settings.sizes.d_v, None))
@@ -167,7 +173,7 @@ def _forward(backend: Backend, settings: Settings, pages: int, *arrays: Array) -
         units, unit = row_units(q, k, problem), value_unit(v, problem)
 
         def of_pages(group: Group) -> Sums:
-            q_t, k_t, v_t = group.arrays[:3]
+            q_t, k_t, v_t = group.qkv
             v_t = divided(widen(xp, v_t), unit)
             return tiled_sums(q_t, k_t, v_t, reading.problem(group), group.rows_of(units))
 
@@ -202,7 +208,7 @@ def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: i
 
 
 def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units | None) -> Sums:
-    """Return the sums (B, H, n_q, ·) of each entry over its pages of a group, from those of the pages (G, H, n_q, ·)."""
+    """Return the sums (B, H, n_q, ·) of each entry over its pages of a group, from those of the pages."""
     xp, owners = backend.namespace(), group.owners
     entries = xp.arange(batch, dtype=owners.dtype, device=backend.native_device(backend.device_of(owners)))
     mine = owners[None, :] == entries[:, None]  # (B, G)
@@ -249,16 +255,18 @@ def backward(
 
         def rows_of_pages(group: Group) -> Sums:
             dout_t, part = xp.take(small, group.entries, axis=0), reading.problem(group)
-            return tiled_rows(dout_t, *group.arrays[:3], part, group.rows_of(units))
+            return tiled_rows(dout_t, *group.qkv, part, group.rows_of(units))
 
         row = over_groups(reading, rows_of_pages, 1, units)
-        own = (row.largest, xp.log(row.total), -row.out / nonzero(xp, row.total))
-        rows = Rows(*(xp.squeeze(y, axis=-1) for y in own), units)
+        means = row.out / nonzero(xp, row.total)
+        of_row = (xp.squeeze(y, axis=-1) for y in (row.largest, xp.log(row.total), -means))
+        largest_, log_total_, shift = of_row
+        rows = Rows(largest_, log_total_, shift, units)
 
         def of_pages(group: Group) -> Any:
             dout_t, *own_t = (xp.take(y, group.entries, axis=0) for y in (small, *rows[:3]))
-            rows_t = Rows(*own_t, group.rows_of(units))
-            return tiled_gradients(dout_t, *group.arrays[:3], rows_t, reading.problem(group))
+            rows_t = Rows(own_t[0], own_t[1], own_t[2], group.rows_of(units))
+            return tiled_gradients(dout_t, *group.qkv, rows_t, reading.problem(group))
 
         grads = summed_over_groups(reading, of_pages)
         return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows, unit)

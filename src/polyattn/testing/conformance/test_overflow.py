@@ -113,7 +113,9 @@ def check(arrays: list[Any], given: dict[str, Any], want: dict[str, Any], dtype:
                 scale = float(np.abs(to_np(other).astype(np.longdouble)).max()) * 4
             actual = to_np(x).astype(np.longdouble)
             top = np.longdouble(scale or max(float(np.abs(expected).max()), 1e-30))
-            assert_close((actual / top).astype(np.float64), (expected / top).astype(np.float64), dtype, scale=1.0, what=what)
+            assert_close(
+                (actual / top).astype(np.float64), (expected / top).astype(np.float64), dtype, scale=1.0, what=what
+            )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -134,9 +136,8 @@ def test_operands_at_the_end_of_the_range(dtype: str, target: Target, make: Any,
 
 def test_products_beyond_the_range_that_the_scale_brings_back(make: Any, to_np: Any) -> None:
     """A scale so small that the scores fit, though the products of queries and keys do not."""
-    q, k = np.full((1, 4), 1e20), np.asarray([[1e20] * 4, [1e20 * (1 - 2.0**-15)] * 4])
-    arrays = [make(x, "float32") for x in (q, k, np.eye(2), np.ones((1, 2)))]
-    hosts = [to_np(x) for x in arrays]
-    want = formula(*hosts, scale=2.0**-120)
-    out = pa.attention(*arrays[:3], scale=2.0**-120)
+    q, k = np.full((1, 4), 2.0**64), np.asarray([[2.0**64] * 4, [2.0**64 - 2.0**59] * 4])
+    arrays = [make(x, "float32") for x in (q, k, np.eye(2))]
+    want = formula(q, k, np.eye(2), np.ones((1, 2)), scale=2.0**-126)
+    out = pa.attention(*arrays, scale=2.0**-126)
     assert_close(to_np(out), want["out"].astype(np.float64), "float32")
