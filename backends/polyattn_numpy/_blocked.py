@@ -39,7 +39,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowS
     """Return out and the row statistics; :class:`NotFinite` where a score or a result is not."""
     sizes, dtype = problem.sizes, wide(problem)
     out = np.empty((*sizes.scores[:-1], sizes.d_v), dtype=q.dtype)
-    statistics = RowStatistics(*(np.empty(sizes.scores[:-1], dtype=dtype) for _ in range(2)))
+    statistics = RowStatistics(*(np.zeros(sizes.scores[:-1], dtype=dtype) for _ in range(2)))
     inner, qkv, results = folded(problem, (q, k, v), (out, *statistics))
     call = Call(inner, threads_for(inner), dtype)
     run(lambda: Forward(call, qkv, results).task, call.tasks(), call.threads)
@@ -50,7 +50,7 @@ class Forward:
     """One thread's buffers, and the forward of a task."""
 
     def __init__(self, call: Call, qkv: list[Array], results: list[Array]) -> None:
-        self.call, (self.q, self.k, self.v), (self.out, *self.statistics) = call, qkv, results
+        self.call, (self.q, self.k, self.v), (self.out, self.largest, self.log_total) = call, qkv, results
         self.buffers = Buffers(call.dtype)
 
     def task(self, task: Task) -> None:
@@ -175,9 +175,9 @@ class Forward:
             divisor = divisor * (1 - self.call.problem.dropout)
         to = self.call.by_row(self.out, task, *rows)
         np.divide(out.reshape(to.shape), divisor, out=to, dtype=self.call.dtype, casting="unsafe")
-        largest_, log_total = (self.call.by_row(x, task, *rows) for x in self.statistics)
-        largest_[...] = np.where(total == 0, 0, largest).reshape(by_head)
-        log_total[...] = np.log(total).reshape(by_head)
+        if not safe:
+            self.call.by_row(self.largest, task, *rows)[...] = np.where(total == 0, 0, largest).reshape(by_head)
+        self.call.by_row(self.log_total, task, *rows)[...] = np.log(total).reshape(by_head)
         return True
 
 

@@ -183,7 +183,7 @@ def attention_forward(
     )  # fmt: skip
     out, cache = _operation.record(arrays, {"settings": settings}, backend)
     with cache.place.backend.scope():
-        statistics = _unrounded(cache)
+        statistics = unrounded_of(cache.place.backend, cache.arrays, dict(cache.static)["settings"])
         lse = statistics.lse
     statistics = RowStatistics(*(move(x, cache.home, name="row_statistics") for x in statistics))
     return out, replace(cache, lse=move(lse, cache.home, name="lse"), row_statistics=statistics)
@@ -215,11 +215,11 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     return AttentionGrads(*homeward(grads[:5], cache, AttentionGrads))
 
 
-def _unrounded(cache: Cache) -> RowStatistics:
+def unrounded_of(backend: Backend, saved: tuple[Any, ...], settings: Settings) -> RowStatistics:
     """Return the row statistics of a forward, with all their digits whatever kernel it was."""
-    (*arrays, _, largest, log_total), settings = cache.arrays, dict(cache.static)["settings"]
-    statistics, kernel = RowStatistics(largest, log_total), named(cache.place.backend.kernels, settings.kernel)
-    problem, (q, k, _) = _with_heads(cache.place.backend, arrays, settings)
+    *arrays, _, largest, log_total = saved
+    statistics, kernel = RowStatistics(largest, log_total), named(backend.kernels, settings.kernel or GENERIC.name)
+    problem, (q, k, _) = _with_heads(backend, arrays, settings)
     if problem.sizes.empty:
         return statistics
     xp, shape, rows = problem.xp, largest.shape, problem.sizes.scores[:-1]

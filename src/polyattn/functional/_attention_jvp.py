@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from ..kernels import Problem, RowStatistics, cast
 from ..kernels._jvp import Tangents, jvp
 from ._arguments import ARRAYS, Settings, checked_call, make_problem
-from ._attention import forward, prepare
+from ._attention import forward, prepare, unrounded_of
 from ._operation import embark, expect_dtype, expect_shape, shown
 
 __all__ = ["attention_jvp"]
@@ -97,7 +97,7 @@ def attention_jvp(
         out, saved = forward(native, *inputs, settings=settings)
         statistics = RowStatistics(*saved[-2:])
         out_dot, lse_dot = compiled(_tangents, native, inputs, settings)(moved, out, statistics)
-        lse = statistics.lse
+        lse = unrounded_of(native, saved, settings).lse if return_lse else None
     results = {"out": out, "out_dot": out_dot} | ({"lse": lse, "lse_dot": lse_dot} if return_lse else {})
     return tuple(trip.back(x, name) for name, x in results.items())
 
