@@ -21,7 +21,7 @@ from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics
 
 from ._operands import Operands, mapped_over_heads, operands, wide, with_axes
 from ._tiles import Allowed, QueryTile, loop, put, take, tiles_of
-from ._units import gradient_unit, in_units, is_moderate, row_units
+from ._units import in_gradient_units, in_units, is_moderate
 
 __all__ = ["backward", "forward"]
 
@@ -44,32 +44,32 @@ def backward(
 ) -> AttentionGrads:  # fmt: skip
     """Return the gradients as the kernel contract has them."""
     batch, heads, kv_heads, *_ = problem.sizes
-    x, unit = operands(q, k, v, problem), gradient_unit(dout, v)
-    dout = wide(dout) / unit[0] / unit[1]
-    by_head = problem.sizes.n_q, math.prod(batch) * heads
+    rows = (math.prod(batch) * heads, problem.sizes.n_q)
+    dout, out = (y.reshape(*rows, -1) for y in (dout, out))
+    x = in_gradient_units(operands(q, k, v, problem), dout)
+    unit = jnp.repeat(x.value_units, x.shared, axis=0)[:, None, :]  # (h, 1, 2)
 
     def given() -> tuple[Array, Array, Array]:
         empty = jnp.all(out == 0, axis=-1)  # such a row's upstream, NaN or not, moves no sink
-        mean = jnp.where(empty, 0, jnp.sum(dout * wide(out), axis=-1))  # (…, H, n_q)
-        return tuple(y.reshape(by_head[1], by_head[0]) for y in (*map(wide, statistics), mean))
+        mean = jnp.where(empty, 0, jnp.sum(wide(dout) * divided(wide(out), unit[:, :, None, :]), axis=-1))
+        return *(wide(y).reshape(rows) for y in statistics), mean
 
     def own() -> tuple[Array, Array, Array]:
-        return _statistics(x, dout.reshape(by_head[1], by_head[0], -1))  # type: ignore[no-any-return]
+        return _statistics(x, dout)  # type: ignore[no-any-return]
 
     largest, log_total, mean = lax.cond(is_moderate(q, k, problem.scale, statistics.largest), given, own)
     log_total = jnp.where(log_total == -jnp.inf, 0, log_total)
     shift = -mean  # (h, n_q)
     if dlse is not None:
-        shift = shift + wide(dlse).reshape(shift.shape) / unit[0] / unit[1]
+        shift = shift + divided(wide(dlse).reshape(rows), unit)
     dsinks = None
     if x.sinks is not None and problem.sinks is not None:
-        up = units_of(x, row_units(x.q, x.k, x.scale)[:, :, None, :])
+        up = units_of(x, x.units[:, :, None, :])
         sinks = x.sinks[:, None].astype(shift.dtype)
         weights = jnp.exp(multiplied(divided(sinks[..., None], up) - largest[..., None], up)[..., 0] - log_total)
-        dsinks = jnp.sum((weights * shift).reshape(*batch, heads, -1), axis=(*range(len(batch)), -1))  # (H,)
-        dsinks = (dsinks * unit[0] * unit[1]).astype(problem.sinks.dtype)
-    grads = _backward(x, dout.reshape(*shift.shape, -1), largest, log_total, shift)
-    dq, dk, dv = (dx * unit[0] * unit[1] for dx in grads)
+        moved = multiplied(weights * shift, unit).reshape(*batch, heads, -1)
+        dsinks = jnp.sum(moved, axis=(*range(len(batch)), -1)).astype(problem.sinks.dtype)  # (H,)
+    dq, dk, dv = _backward(x, dout, largest, log_total, shift)
     dk, dv = (with_axes(dx, x, (*batch, kv_heads)) for dx, x in ((dk, k), (dv, v)))
     return AttentionGrads(with_axes(dq, q, (*batch, heads)), dk, dv, None, dsinks)
 
@@ -93,17 +93,16 @@ def _forward(x: Operands) -> tuple[Array, Array, Array]:
 
 def _forward_tile(tile: QueryTile, finite: Array) -> tuple[Array, Array, Array]:
     """Return out ``(heads, rows, d_v)``, divided once, the largest score and the logarithm of the total."""
-    units, value_unit = tile.rows(tile.x.units), tile.value_unit
-    up = units_of(tile.x, units[..., None, :])
+    value_unit, up = tile.value_unit, units_of(tile.x, tile.rows(tile.x.units)[..., None, :])
 
     def add(weights: Array, j: Any, allowed: Allowed) -> Array:
-        return _over_keys(weights / value_unit, tile.keys(j)[1], allowed, finite)  # (heads, rows, d_v)
+        return _over_keys(weights, divided(tile.keys(j)[1], value_unit), allowed, finite)  # (heads, rows, d_v)
 
     out, total, largest, some = _sums(tile, tile.x.v.shape[2], add)
     total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, and not by exclusion
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     return (
-        out / jnp.where(total == 0, 1, total)[..., None] * value_unit,
+        multiplied(out / jnp.where(total == 0, 1, total)[..., None], value_unit),
         multiplied(largest[..., None], up)[..., 0], jnp.log(total),
     )  # fmt: skip
 
@@ -142,8 +141,11 @@ def _no_keys(tile: QueryTile, q: Array, up: Any, features: int) -> tuple[Array, 
 
 @mapped_over_heads
 def _statistics(x: Operands, dout: Array) -> tuple[Array, Array, Array]:
-    """Return each row's largest score, in its unit, the logarithm of its total, and rowsum(weights · dweights)."""
-    x, tiles, dtype = in_units(x), tiles_of(x), wide(x.q).dtype
+    """Return each row's largest score, in its unit, the logarithm of its total, and rowsum(weights · dweights).
+
+    ``x`` has its units already, here and in what follows.
+    """
+    tiles, dtype = tiles_of(x), wide(x.q).dtype
 
     def one(i: Any, results: Any) -> Any:
         head, number = i // tiles.queries.tiles * tiles.heads, i % tiles.queries.tiles
@@ -151,7 +153,7 @@ def _statistics(x: Operands, dout: Array) -> tuple[Array, Array, Array]:
         dout_t = tile.rows(dout)
 
         def add(weights: Array, j: Any, allowed: Allowed) -> Array:
-            dweights = _dot(dout_t, tile.keys(j)[1], (2, 2))
+            dweights = _dot(dout_t, divided(tile.keys(j)[1], tile.value_unit), (2, 2))
             return jnp.sum(jnp.where(weights == 0, 0, weights * dweights), axis=-1, keepdims=True)
 
         mean, total, largest, _ = _sums(tile, 1, add)
@@ -166,8 +168,11 @@ def _statistics(x: Operands, dout: Array) -> tuple[Array, Array, Array]:
 
 @mapped_over_heads
 def _backward(x: Operands, dout: Array, largest: Array, log_total: Array, shift: Array) -> tuple[Array, Array, Array]:
-    """Return dq ``(h, n_q, d_k)``, dk and dv, wide; ``shift (h, n_q)`` is dlse − rowsum(dout · out)."""
-    x, tiles, finite = in_units(x), tiles_of(x), _finite(x.q, x.k, dout)
+    """Return dq ``(h, n_q, d_k)``, dk and dv, wide.
+
+    ``shift (h, n_q)`` is dlse − rowsum(dout · out), divided as the values are.
+    """
+    tiles, finite = tiles_of(x), _finite(x.q, x.k, dout)
     upstream = (dout, largest, log_total, shift)
 
     def one(i: Any, results: Any) -> Any:
@@ -180,7 +185,8 @@ def _backward(x: Operands, dout: Array, largest: Array, log_total: Array, shift:
         (_, n_k, d_k), d_v = x.k.shape, x.v.shape[2]
         dq, dkv_t = loop(tiles.queries.tiles, queries, (dq, jnp.zeros((tiles.heads, d_k + d_v, n_k), wide(x.k).dtype)))
         dkv = dkv_t.swapaxes(1, 2)  # (heads, n_k, d_k + d_v)
-        return dq, put(dk, dkv[..., :d_k], (head,)), put(dv, dkv[..., d_k:], (head,))
+        unit = take(x.value_units, (head,), (tiles.heads,))[:, None, None, :]
+        return dq, put(dk, multiplied(dkv[..., :d_k], unit), (head,)), put(dv, dkv[..., d_k:], (head,))
 
     results = tuple(jnp.zeros_like(y, dtype=wide(y).dtype) for y in (x.q, x.k, x.v))
     dq, dk, dv = loop(len(x.k) // tiles.heads, one, results)
@@ -203,6 +209,7 @@ def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, 
     def body(j: Any, carry: Any, allowed: Allowed) -> Any:
         dq, dkv_t = carry
         k, v = tile.keys(j)
+        v = divided(v, tile.value_unit)
         scores = _softcapped(products(in_units, k), x, units)  # (heads, rows, n_k)
         weights = jnp.exp(multiplied(scores - largest[..., None], up) - log_total[..., None])
         dscores = weights * (_dot(dout, v, (2, 2)) + shift[..., None])
@@ -216,7 +223,7 @@ def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, 
 
     dq, dkv_t = carry
     part, dkv_t = tile.over_keys(body, (jnp.zeros_like(q), dkv_t))
-    part = tile.by_query_head(part * x.scale)
+    part = tile.by_query_head(multiplied(part * x.scale, tile.value_unit))
     if tile.tiles.queries.overlaps:
         part = part + take(dq, tile.at, part.shape[:2])
     return put(dq, part, tile.at), dkv_t

@@ -99,8 +99,8 @@ class QueryTile(NamedTuple):
 
     @property
     def value_unit(self) -> Array:
-        """What the values of its heads are divided by, ``(heads, 1, 1)``."""
-        return take(self.x.value_units, (self.head,), (self.tiles.heads,))[:, None, None]
+        """What the values of its heads are divided by, two factors: ``(heads, 1, 1, 2)``."""
+        return take(self.x.value_units, (self.head,), (self.tiles.heads,))[:, None, None, :]
 
     def by_query_head(self, part: Array) -> Array:
         """Reverse :meth:`rows`: return ``(heads · shared, n_q, …)``."""

@@ -1,29 +1,61 @@
 """Powers of two by which scores, values and gradients are divided where they would overflow, and 1 where not.
 
 ``polyattn.kernels._units`` says it at length. These kernels multiply by them in any case: that costs less than a
-second program, which is compiled for each shape as well.
+second program, which is compiled for each shape as well. Only how large they are is found on a condition.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+from jax import lax
 from jax import numpy as jnp
 
 from polyattn.backend import Array
 
 from ._operands import Operands, wide
 
-__all__ = ["LARGE", "gradient_unit", "in_units", "is_moderate", "row_units"]
+__all__ = ["LARGE", "in_gradient_units", "in_units", "is_moderate"]
 
 LARGE = 32.0
 """Scores up to here are rounded so little that two computations of them may differ."""
 
 
 def in_units(x: Operands) -> Operands:
-    """Return the operands with the units of their rows and values."""
-    return x._replace(units=row_units(x.q, x.k, x.scale), value_units=value_units(x.v))
+    """Return the operands with the units of their rows, and those in which no sum of values overflows."""
+    ordinary = are_ordinary(x.scale, x.q, x.k, x.v)
+    return _with_units(x, ordinary, lambda: value_units(x.v, math.log2(max(x.v.shape[1], 1)), 3))
+
+
+def in_gradient_units(x: Operands, dout: Array) -> Operands:
+    """Return the operands with units in which no product of values with dout ``(h, n_q, d_v)`` overflows."""
+    ordinary = are_ordinary(x.scale, x.q, x.k, x.v, dout)
+
+    def found() -> Array:
+        of_dout = jnp.max(log2_magnitude(dout, (1, 2)).reshape(len(x.v), -1), axis=1)  # (u,)
+        return value_units(x.v, of_dout + math.log2(max(x.v.shape[2], 1)), 8)
+
+    return _with_units(x, ordinary, found)
+
+
+def _with_units(x: Operands, ordinary: Array, of_values: Callable[[], Array]) -> Operands:
+    def ones() -> tuple[Array, Array]:
+        dtype = wide(x.q).dtype
+        return jnp.ones((*x.q.shape[:2], 2), dtype), jnp.ones((len(x.v), 2), dtype)
+
+    units, of_values_ = lax.cond(ordinary, ones, lambda: (row_units(x.q, x.k, x.scale), of_values()))
+    return x._replace(units=units, value_units=of_values_)
+
+
+def are_ordinary(scale: Any, *arrays: Array) -> Array:
+    """Return whether all units are 1, by a bound that takes one fast pass over each array."""
+    result = jnp.abs(scale) <= 8
+    for x in map(wide, arrays):
+        # entries are below 2^60 in float32; no product of two rows, nor a sum over keys, reaches 2^124
+        result = result & (jnp.vdot(x, x) < 2.0 ** (jnp.finfo(x.dtype).maxexp - 8))
+    return result
 
 
 def row_units(q: Array, k: Array, scale: Any) -> Array:
@@ -38,15 +70,9 @@ def row_units(q: Array, k: Array, scale: Any) -> Array:
     return jnp.stack([half, rest], axis=-1)
 
 
-def value_units(v: Array) -> Array:
-    """Return a power of two for each head of ``v (u, n_k, d_v)``: no sum of values that are divided by it overflows."""
-    half, rest = _halves(log2_magnitude(v, (1, 2)) + math.log2(max(v.shape[1], 1)), 3)
-    return half * rest
-
-
-def gradient_unit(dout: Array, v: Array) -> tuple[Array, Array]:
-    """Return a power of two as two factors: no product of values with a dout that is divided by it overflows."""
-    return _halves(log2_magnitude(dout, None) + log2_magnitude(v, None) + math.log2(max(v.shape[-1], 1)), 8)
+def value_units(v: Array, more: Any, margin: int) -> Array:
+    """Return 2^u of each head of ``v (u, n_k, d_v)`` as two factors, ``(u, 2)``: v · 2^(more − u) does not overflow."""
+    return jnp.stack(_halves(log2_magnitude(v, (1, 2)) + more, margin), axis=-1)
 
 
 def is_moderate(q: Array, k: Array, scale: Any, largest: Array) -> Array:
