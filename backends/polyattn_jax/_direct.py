@@ -15,6 +15,7 @@ from jax import numpy as jnp
 from polyattn.backend import Array, Problem, RowStatistics
 
 from ._operands import Operands, mapped_over_heads, operands, wide
+from ._placed import branched
 from ._scan import _forward as scan_forward
 from ._scan import backward, of_kernel, products
 from ._tiles import QueryTile, Span, Tiles
@@ -35,7 +36,7 @@ def _forward(x: Operands) -> tuple[Array, Array, Array]:
     before the products would take as long as these.
     """
     *results, fits = _ordinary(x)
-    return lax.cond(fits, lambda: tuple(results), lambda: scan_forward(x))  # type: ignore[no-any-return]
+    return branched(fits, lambda: tuple(results), lambda: scan_forward(x))  # type: ignore[no-any-return]
 
 
 def _ordinary(x: Operands) -> tuple[Array, ...]:

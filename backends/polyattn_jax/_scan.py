@@ -20,6 +20,7 @@ from jax import numpy as jnp
 from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics
 
 from ._operands import Operands, mapped_over_heads, operands, wide, with_axes
+from ._placed import branched
 from ._tiles import Allowed, QueryTile, loop, put, take, tiles_of
 from ._units import in_gradient_units, in_units, is_moderate
 
@@ -57,7 +58,7 @@ def backward(
     def own() -> tuple[Array, Array, Array]:
         return _statistics(x, dout)  # type: ignore[no-any-return]
 
-    largest, log_total, mean = lax.cond(is_moderate(q, k, problem.scale, statistics.largest), given, own)
+    largest, log_total, mean = branched(is_moderate(q, k, problem.scale, statistics.largest), given, own)
     log_total = jnp.where(log_total == -jnp.inf, 0, log_total)
     shift = -mean  # (h, n_q)
     if dlse is not None:

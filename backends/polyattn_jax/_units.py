@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jax import lax
 from jax import numpy as jnp
 
 from polyattn.backend import Array
 
 from ._operands import Operands, wide
+from ._placed import branched
 
 __all__ = ["LARGE", "in_gradient_units", "in_units", "is_moderate"]
 
@@ -45,7 +45,7 @@ def _with_units(x: Operands, ordinary: Array, of_values: Callable[[], Array]) ->
         dtype = wide(x.q).dtype
         return jnp.ones((*x.q.shape[:2], 2), dtype), jnp.ones((len(x.v), 2), dtype)
 
-    units, of_values_ = lax.cond(ordinary, ones, lambda: (row_units(x.q, x.k, x.scale), of_values()))
+    units, of_values_ = branched(ordinary, ones, lambda: (row_units(x.q, x.k, x.scale), of_values()))
     return x._replace(units=units, value_units=of_values_)
 
 

@@ -133,13 +133,17 @@ def log2(xp: Any, x: Any) -> Any:
 
 
 def units_beyond(exponent: Array, problem: Problem) -> Units:
-    """Return 2^max(exponent, 0) as two factors, exact: taken from a table, since not every library's power is."""
+    """Return 2^max(⌈exponent⌉, 0) as two factors."""
     xp, most = problem.xp, exponents(exponent) - 2
-    table = xp.asarray([2.0**i for i in range(most + 1)], dtype=exponent.dtype, device=problem.native_device)
     whole = xp.clip(xp.ceil(exponent), 0.0, 2.0 * most)
     half = xp.floor(whole / 2)
+    return Units(power_of_two(xp, half, most), power_of_two(xp, whole - half, most))
 
-    def power(i: Array) -> Array:
-        return xp.reshape(xp.take(table, xp.reshape(xp.astype(i, xp.int32), (-1,))), exponent.shape)
 
-    return Units(power(half), power(whole - half))
+def power_of_two(xp: Any, i: Array, most: int) -> Array:
+    """Return 2^i for whole numbers from 0 to ``most``, by binary digits: not every library's power is exact."""
+    result = one = xp.ones_like(i)
+    for digit in (2**b for b in range(most.bit_length())):
+        is_set = xp.equal(xp.remainder(xp.floor(i / digit), 2), 1)
+        result = result * xp.where(is_set, xp.full_like(i, 2.0**digit), one)
+    return result
