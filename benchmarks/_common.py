@@ -1,9 +1,10 @@
-"""What the scripts share: the standard shapes, and progress on a terminal."""
+"""What the scripts share: the standard shapes, names on the command line, and progress on a terminal."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from polyattn.bench import parse_shape
 
@@ -13,19 +14,27 @@ LAYERS = tuple(map(parse_shape, ("1,8,2048,64", "4,8,512,64", "8,8,128,64")))  #
 DECODE, TINY = parse_shape("1,8,1:4096,64"), parse_shape("1,1,4,8")
 
 
-def named(names: Iterable[str], wanted: Sequence[str]) -> list[str]:
-    """Return the names that are wanted: a whole name is that one, else it is the beginning of some; nothing is all."""
-    there = list(names)
-    return [n for n in there if not wanted or any(n == w or (w not in there and n.startswith(w)) for w in wanted)]
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is a script's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def told(doing: str, done: float) -> None:
-    """Show progress on a terminal's standard error."""
+def parsed(options: argparse.ArgumentParser, names: Iterable[str], arguments: list[str] | None) -> argparse.Namespace:
+    """Parse; ``wanted`` has the names that were asked for by their beginnings, or all. ``--list`` prints them."""
+    options.add_argument("wanted", nargs="*", metavar="NAME", help="a name, or the beginning of some (default: all)")
+    options.add_argument("--list", action="store_true", help="print the names")
+    found, there = options.parse_args(arguments), list(names)
+    asked = found.wanted
+    found.wanted = [n for n in there if not asked or any(n == w or (w not in there and n.startswith(w)) for w in asked)]
+    if not found.wanted:
+        options.error("expected the beginning of a name (see --list)")
+    if found.list:
+        print(*found.wanted, sep="\n")
+        options.exit()
+    return found
+
+
+def progress(doing: str, done: float) -> None:
+    """Show progress on a terminal's standard error; nothing of it is left at the end."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[2K{done:4.0%}  {doing}", end="" if done < 1 else "\r\x1b[2K", file=sys.stderr, flush=True)
-
-
-def told_all() -> None:
-    """Wipe the progress away."""
-    if sys.stderr.isatty():
-        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[2K{f'{done:4.0%}  {doing}' * (done < 1)}", end="", file=sys.stderr, flush=True)

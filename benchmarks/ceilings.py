@@ -15,27 +15,16 @@ import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from _common import DECODE, LONG
 from threadpoolctl import threadpool_limits
 
 from polyattn.bench import OURS, PEERS, Case, cores, race
-from polyattn.bench._ours import Ours
+from polyattn.bench._peers import ours
 
 TILE = 256, 512  # queries and keys, as in the NumPy backend
-
-
-class Ceiling(NamedTuple):
-    """Milliseconds, and how many floating-point operations the products are."""
-
-    case: Case
-    peer: str
-    theirs: float
-    ours: float
-    products: float
-    operations: float
 
 
 def seven_products(case: Case, threads: int) -> Callable[[], None]:
@@ -65,37 +54,32 @@ def seven_products(case: Case, threads: int) -> Callable[[], None]:
 
 def two_products(case: Case, threads: int) -> Callable[[], None]:
     """Return what does the products of the forward as they are written; the BLAS may use all its threads."""
-    q, k, v = (case.inputs()[name].astype("float32") for name in ("q", "k", "v"))
+    q, k, v = (case.inputs()[name] for name in ("q", "k", "v"))
     return lambda: (q @ np.swapaxes(k, -1, -2)) @ v
 
 
-def measured(case: Case, peer: str, rounds: int = 9) -> Ceiling:
+def line(case: Case, peer: str, rounds: int = 9) -> str:
     """Let the peer, polyattn and the products take turns."""
-    threads = cores()
-    products = (seven_products if case.what == "both" else two_products)(case, threads)
+    threads, both = cores(), case.what == "both"
     runs: dict[str, Callable[[], Any]] = {
         peer: PEERS[peer].contestant(case, "cpu", threads).run,
-        OURS: Ours("numpy").contestant(case, "cpu", threads).run,
-        "products": products,
+        OURS: ours("numpy").contestant(case, "cpu", threads).run,
+        "products": (seven_products if both else two_products)(case, threads),
     }
-    theirs, ours, least = (statistics.median(seconds) * 1e3 for seconds in race(runs, rounds).values())
-    each = 2 * case.shape.scores * case.shape.d
-    return Ceiling(case, peer, theirs, ours, least, each * (7 if case.what == "both" else 2))
+    theirs, own, least = (statistics.median(seconds) * 1e3 for seconds in race(runs, rounds).values())
+    operations = 2 * case.shape.scores * case.shape.d * (7 if both else 2)
+    return (
+        f"{f'{case.shape} {case.what}, {peer}':32} {theirs:9.2f} {own:9.2f} {least:9.2f} "
+        f"{theirs / own:9.2f} {theirs / least:8.2f} {operations / least / 1e6:8.0f}"
+    )
 
 
 def main() -> int:
     """Print a line for each shape."""
     print(f"{'':32} {'peer':>9} {'polyattn':>9} {'products':>9}   reached  ceiling  GFLOP/s of the products")
-    cases = [(Case("attention", "both", shape), "plain-numpy") for shape in LONG]
-    for case, peer in [*cases, (Case("attention", "forward", DECODE), "torch-sdpa")]:
-        found = measured(case, peer)
-        name = f"{case.shape} {case.what}, {peer}"
-        print(
-            f"{name:32} {found.theirs:9.2f} {found.ours:9.2f} {found.products:9.2f} "
-            f"{found.theirs / found.ours:9.2f} {found.theirs / found.products:8.2f} "
-            f"{found.operations / found.products / 1e6:8.0f}",
-            flush=True,
-        )
+    for shape in LONG:
+        print(line(Case("attention", "both", shape), "plain-numpy"), flush=True)
+    print(line(Case("attention", "forward", DECODE), "torch-sdpa"))
     return 0
 
 

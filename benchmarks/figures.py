@@ -10,19 +10,17 @@ the other. ``benchmarks/page.py figures`` then writes the page. Run nothing else
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import memory
-from _common import DECODE, LAYERS, SHAPES, TINY, named, told, told_all
+from _common import DECODE, LAYERS, SHAPES, TINY, parsed, parser, progress
+from targets import MEMORY, memory
 
-from polyattn.bench import PEERS, TASKS, Case, Shape, compare, cores, parse_shape, peak_memory
+from polyattn.bench import OURS, PEERS, TASKS, Case, Shape, compare, cores, parse_shape, peak_memory
 
 # NumPy's arrays against everyone, other libraries' against what they bring themselves.
 PEERS_OF = {"numpy": None, "torch": ["torch-sdpa"], "jax": ["jax", "polyattn-jit"]}
@@ -33,27 +31,27 @@ def compared(task: str, backend: str, whats: tuple[str, ...], causal: bool, shap
     """Run one comparison."""
     peers = PEERS_OF[backend] if task == "attention" else ["torch-mha"]
     cases = [Case(task, what, shape, causal) for shape in shapes for what in whats]
-    report = compare(cases, backend=backend, peers=peers, progress=told)
-    told_all()
-    return report.to_dict()
+    return compare(cases, backend=backend, peers=peers, progress=progress).to_dict()
 
 
 def memory_of_ours() -> Any:
     """Measure polyattn at n = 16384."""
-    lines = [memory.measured(backend, what, 16384, cores()) for backend in PEERS_OF for what in memory.MOST]
-    return {"rows": [asdict(line) for line in lines]}
+    return {"rows": [memory(target) for target in MEMORY.values()]}
 
 
 def memory_of_all() -> Any:
-    """Measure everyone who is here at n = 4096."""
+    """Measure all that are here at n = 4096."""
+    contestants = [(OURS, backend, TASKS["attention"]) for backend in PEERS_OF]
+    contestants += [
+        (name, "numpy", tuple(what for what in TASKS["attention"] if what in peer.kinds))
+        for name, peer in PEERS.items()
+        if "attention" in peer.tasks and "cpu" in (peer.devices or ()) and not peer.missing()
+    ]
     rows = []
-    contestants = [("polyattn", backend) for backend in PEERS_OF]
-    contestants += [(name, "numpy") for name, peer in PEERS.items() if name != "torch-mha" and not peer.missing()]
-    for name, backend in contestants:
-        for what in TASKS["attention"]:
-            if name == "polyattn" or (what in PEERS[name].kinds and "cpu" in PEERS[name].devices):
-                found = peak_memory(name, Case("attention", what, WEIGHED), backend, "cpu", cores())
-                rows.append({"peer": name, "backend": backend, "what": what, "peak_mib": found.peak / 2**20})
+    for name, backend, whats in contestants:
+        for what in whats:
+            found = peak_memory(name, Case("attention", what, WEIGHED), backend, "cpu", cores())
+            rows.append({"peer": name, "backend": backend, "what": what, "peak_mib": found.peak / 2**20})
     return {"shape": str(WEIGHED), "rows": rows}
 
 
@@ -73,21 +71,13 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the parts that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="names of parts, or beginnings of some (default: all)")
-    parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--output", type=Path, default=Path("figures"), help="the folder (default: figures)")
-    options = parser.parse_args(arguments)
-    chosen = {name: parts()[name] for name in named(parts(), options.parts)}
-    if not chosen:
-        parser.error("expected the beginning of a part's name (see --list)")
-    if options.list:
-        print(*chosen, sep="\n")
-        return 0
-    options.output.mkdir(parents=True, exist_ok=True)
-    for name, measure in chosen.items():
-        path = options.output / f"{name}.json"
-        path.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    options = parser(__doc__)
+    options.add_argument("--output", type=Path, default=Path("figures"), help="the folder (default: figures)")
+    chosen = parsed(options, parts(), arguments)
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    for name in chosen.wanted:
+        path = chosen.output / f"{name}.json"
+        path.write_text(json.dumps(parts()[name](), indent=1) + "\n", encoding="utf-8")
         print(path, flush=True)
     return 0
 

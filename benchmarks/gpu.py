@@ -2,61 +2,56 @@
 
     python benchmarks/gpu.py --json gpu.json
 
-Two comparisons. CuPy arrays in polyattn's own kernel, against the formula in CuPy. And torch's
-fused attention as polyattn calls it, on torch's tensors and on CuPy's arrays (whose memory torch
-is lent), against calling it directly. Contestants take turns in one process; each time is the
-median of the rounds, from the call until the device has finished.
+CuPy arrays in polyattn's own kernel, against the formula in CuPy. And torch's fused attention as polyattn calls it, on
+torch's tensors and on CuPy's arrays (whose memory torch is lent), against calling it directly. Contestants take turns
+in one process; each time is the median of the rounds, from the call until the device has finished.
 
 The exit code is 1 where there is no device, or where a result of polyattn's is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
-import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+from _common import parser
 
 import polyattn as pa
 from polyattn import registry
-from polyattn.bench import PEERS, Case, Shape, race
+from polyattn.bench import OURS, Case, Report, Row, Shape, compare
 
-TOLERANCE = {"float32": 2e-5, "float16": 1e-2}  # in units of the largest element of an array
 DEVICE, LIBRARY = "cuda:0", "cupy"  # the library computes the reference
 BLOCK = 512  # rows of scores that the reference holds, in float64
-OF_CUPY = {"name": "cupy", "ours": {"cupy": ("cupy", "cupy")}, "peer": "plain-cupy"}
-OF_TORCH = {
-    "name": "torch",
-    "ours": {"torch": ("torch", "torch"), "cupy-by-torch": ("cupy", "torch")},
-    "peer": "torch-sdpa",
-}
-COMPARISONS = ((OF_CUPY, (1024, 2048, 4096, 8192, 16384)), (OF_TORCH, (128, 1024, 4096, 16384)))
+TORCH_AIMS = ((128, "µs", 60.0), (16384, "ratio", 1 / 1.05))
 
 
-@dataclass
-class Row:
-    """One contestant on one problem; ``ratio`` is its peer's time divided by its own."""
+class Comparison(NamedTuple):
+    """Which arrays polyattn is given, where it computes, and whom it is compared with."""
 
-    comparison: str
-    contestant: str
-    shape: str
-    what: str
-    causal: bool
-    dtype: str
-    milliseconds: float | None = None
-    ratio: float | None = None
-    error: float | None = None
-    memory_mib: float | None = None
-    target: str = ""
-    note: str = ""
+    name: str
+    arrays: str
+    backend: str
+    peer: str
+    lengths: tuple[int, ...]
+    aims: tuple[tuple[int, str, float], ...]
+    """From or at which length, and what: the most µs that polyattn takes more, or the least ratio."""
+
+
+COMPARISONS = (
+    Comparison(
+        "cupy", "cupy", "cupy", "plain-cupy", (1024, 2048, 4096, 8192, 16384),
+        tuple((n, "ratio", 2.5) for n in (4096, 8192, 16384)),
+    ),
+    Comparison("torch", "torch", "torch", "torch-sdpa", (128, 1024, 4096, 16384), TORCH_AIMS),
+    Comparison("cupy-by-torch", "cupy", "torch", "torch-sdpa", (128, 1024, 4096, 16384), TORCH_AIMS),
+)  # fmt: skip
 
 
 def missing() -> str | None:
@@ -97,162 +92,73 @@ def reference(
     return results if backward else {"out": results["out"]}
 
 
-def difference(got: dict[str, Any], want: dict[str, Any]) -> float:
-    """Return the largest error of all arrays, each in units of its largest element; NaN where one is not finite."""
-    errors = [np.max(np.abs(got[name] - x)) / np.max(np.abs(x)) for name, x in want.items()]
-    return math.nan if np.isnan(errors).any() else float(max(errors))
-
-
 def expected(case: Case) -> dict[str, Any]:
     """Return the reference for a case on the host, of inputs as its dtype holds them."""
     home = registry.ready(LIBRARY)
-    xp = home.namespace()
-    inputs = {name: xp.astype(x, xp.float64) for name, x in placed(case, LIBRARY).items()}
+    xp, dtype = home.namespace(), home.dtype(case.dtype)
+    given = {name: pa.to_backend(x, LIBRARY, DEVICE) for name, x in case.inputs().items()}
+    inputs = {name: xp.astype(xp.astype(x, dtype), xp.float64) for name, x in given.items()}
     results = reference(xp, **inputs, causal=case.causal, backward=case.what == "both")
     return {name: home.to_numpy(x) for name, x in results.items()}
 
 
-def placed(case: Case, library: str) -> dict[str, Any]:
-    """Return the inputs as arrays of a library, in the dtype of the case."""
-    home = registry.ready(library)
-    dtype, astype = home.dtype(case.dtype), home.namespace().astype
-    return {name: astype(pa.to_backend(x, library, DEVICE), dtype) for name, x in case.inputs().items()}
-
-
-def contestants(
-    comparison: dict[str, Any], case: Case
-) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield a name, what is timed, and what brings its results to the host."""
-    peer = PEERS[comparison["peer"]]
-    yield (peer.name, *peer.contestant(case, DEVICE, 1))
-    for name, (library, backend) in comparison["ours"].items():
-        yield name, *ours(case, library, backend)
-
-
-def ours(case: Case, library: str, backend: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return polyattn on arrays of a library, computed by a backend."""
-    home = registry.ready(library)
-    q, k, v, dout = placed(case, library).values()
-
-    def run() -> dict[str, Any]:
-        if case.what == "forward":
-            results = {"out": pa.attention(q, k, v, causal=case.causal, backend=backend)}
-        else:
-            out, cache = pa.attention_forward(q, k, v, causal=case.causal, backend=backend)
-            grads = pa.attention_backward(dout, cache)
-            results = {"out": out, "dq": grads.q, "dk": grads.k, "dv": grads.v}
-        home.synchronize(*results.values())
-        return results
-
-    return run, lambda results: {name: np.asarray(home.to_numpy(x), dtype="float64") for name, x in results.items()}
-
-
-def memory_of(run: Callable[[], Any]) -> float:
-    """Return the MiB by which a run raised what CuPy's pool and torch's allocator hold, its results included."""
-    import cupy
-    import torch
-
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = pool.total_bytes(), torch.cuda.memory_allocated()
-    run()
-    return round((pool.total_bytes() - before[0] + torch.cuda.max_memory_allocated() - before[1]) / 2**20, 1)
-
-
-def compare(comparison: dict[str, Any], case: Case, rounds: int) -> list[Row]:
-    """Check each contestant, measure its memory, then time those that can."""
-    want, rows, runs = expected(case), [], {}
-    for name, run, fetch in contestants(comparison, case):
-        row = Row(comparison["name"], name, str(case.shape), case.what, case.causal, case.dtype)
-        rows.append(row)
-        try:
-            row.error = difference(fetch(run()), want)
-            row.memory_mib = memory_of(run)
-        except Exception as failure:  # out of memory, as the formula may be
-            row.note = f"failed: {type(failure).__name__}: {str(failure).strip().splitlines()[0]}"
-            continue
-        if not row.error <= TOLERANCE[case.dtype]:
-            row.note = "wrong"
-        runs[name] = run
-    seconds = race(runs, rounds) if runs else {}
-    medians = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
-    for row in rows:
-        row.milliseconds = medians.get(row.contestant)
-        if row.contestant in comparison["ours"] and row.milliseconds and comparison["peer"] in medians:
-            row.ratio = medians[comparison["peer"]] / row.milliseconds
-            row.target = verdict(row, case.shape.n_q, medians[comparison["peer"]])
-    return rows
-
-
-def verdict(row: Row, n: int, peer: float) -> str:
-    """Say whether a row reaches what is aimed at; nothing where nothing is."""
-    if row.milliseconds is None or row.ratio is None:
-        return ""
-    if row.comparison == "cupy":
-        return "" if n < 4096 else f"2.5 x: {'reached' if row.ratio >= 2.5 else 'missed'}"
-    if n == 16384:
-        return f"within 5 %: {'reached' if row.ratio >= 1 / 1.05 else 'missed'}"
-    if n == 128:
-        return f"60 us: {'reached' if row.milliseconds - peer <= 0.06 else 'missed'}"
-    return ""
-
-
 def cases(lengths: tuple[int, ...], longest: int) -> Iterator[Case]:
     """Yield the problems of a comparison, one batch entry of eight heads of 64 features each."""
-    for n, dtype, what in itertools.product(lengths, TOLERANCE, ("forward", "both")):
+    for n, dtype, what in itertools.product(lengths, ("float32", "float16"), ("forward", "both")):
         if n <= longest:
             for causal in (False, True) if n == 4096 else (False,):
                 yield Case("attention", what, Shape(1, 8, n, n, 64), causal, dtype)
 
 
-def machine() -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the device in words and numbers, and the releases of what took part."""
-    import cupy
-    import torch
+def verdict(comparison: Comparison, n: int, ours: Row, theirs: Row) -> str:
+    """Say whether polyattn reaches what is aimed at; nothing where nothing is, or a time is missing."""
+    if ours.milliseconds is None or theirs.milliseconds is None:
+        return ""
+    for length, kind, bound in comparison.aims:
+        if length == n:
+            more = (ours.milliseconds - theirs.milliseconds) * 1e3
+            ratio = theirs.milliseconds / ours.milliseconds
+            reached = more <= bound if kind == "µs" else ratio >= bound
+            goal = f"{bound:g} µs more" if kind == "µs" else f"ratio {bound:.3g}"
+            return f"{goal}: {'reached' if reached else 'missed'}"
+    return ""
 
-    runtime = cupy.cuda.runtime
-    properties = runtime.getDeviceProperties(0)
-    found = {"device": properties["name"].decode(), "memory_gib": round(properties["totalGlobalMem"] / 2**30, 1)}
-    found |= {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
-    versions = {"polyattn": pa.__version__, "numpy": np.__version__, "cupy": cupy.__version__}
-    return found, versions | {"torch": torch.__version__, "cuda of torch": str(torch.version.cuda)}
 
-
-def line(row: Row) -> str:
+def line(comparison: Comparison, row: Row) -> str:
     """Return a row of the table."""
     numbers = ((row.milliseconds, "10.3f"), (row.ratio, "7.2f"), (row.error, "9.1e"), (row.memory_mib, "9.1f"))
     shown = " ".join(" " * int(form.partition(".")[0]) if x is None else format(x, form) for x, form in numbers)
     what = f"{row.what}{' causal' if row.causal else ''}"
-    return f"{row.contestant:14} {row.shape:14} {row.dtype:8} {what:15} {shown}  {row.target} {row.note}".rstrip()
+    return f"{comparison.name:14} {row.peer:12} {row.shape:14} {row.dtype:8} {what:15} {shown}"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Compare, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")
-    parser.add_argument("--longest", type=int, default=16384, help="leave out longer sequences")
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--json", type=Path, help="write the results to this file")
+    options.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")
+    options.add_argument("--longest", type=int, default=16384, help="leave out longer sequences")
+    chosen = options.parse_args(arguments)
     if (reason := missing()) is not None:
         print(f"benchmarks/gpu.py: nothing to measure: {reason}", file=sys.stderr)
         return 1
-    found, versions = machine()
-    print(found, versions)
-    header = ("contestant", "shape", "dtype", "what", "ms", "ratio", "error", "MiB")
-    print("{:14} {:14} {:8} {:15} {:>10} {:>7} {:>9} {:>9}".format(*header))
-    rows: list[Row] = []
-    for comparison, lengths in COMPARISONS:
-        for case in cases(lengths, options.longest):
-            new = compare(comparison, case, options.rounds)
-            print(*map(line, new), sep="\n", flush=True)
-            rows += new
-            if options.json:  # again after each, so that a run that is cut short leaves what it found
-                report = {"machine": found, "versions": versions, "rows": [asdict(row) for row in rows]}
-                options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    wrong = [row for row in rows if row.note and row.contestant not in PEERS]
-    print(f"{len(rows)} rows; of polyattn's, {len(wrong)} are wrong or failed")
+    measure = partial(compare, device=DEVICE, rounds=chosen.rounds, memory=True, reference=expected)
+    found: list[dict[str, Any]] = []
+    for comparison in COMPARISONS:
+        for case in cases(comparison.lengths, chosen.longest):
+            report: Report = measure(
+                [case], backend=comparison.backend, arrays=comparison.arrays, peers=[comparison.peer]
+            )
+            target = verdict(comparison, case.shape.n_q, *report.rows)
+            for row in report.rows:
+                aim = target if row.peer == OURS else ""
+                print(f"{line(comparison, row)}  {aim} {row.note}".rstrip(), flush=True)
+                found.append({"comparison": comparison.name, **asdict(row), "target": aim})
+            if chosen.json:  # again after each, so that a run that is cut short leaves what it found
+                about = {"machine": report.machine, "versions": report.versions}
+                chosen.json.write_text(json.dumps({**about, "rows": found}, indent=1), encoding="utf-8")
+    wrong = [row for row in found if row["note"] and row["peer"] == OURS]
+    print(f"{len(found)} rows; of polyattn's, {len(wrong)} are wrong or failed")
     return 1 if wrong else 0
 
 

@@ -4,27 +4,29 @@
     python benchmarks/targets.py numpy-torch-forward train    # one row, and all whose names begin so
 
 A ratio is a peer's time divided by polyattn's, so more is better; each is the median of at least
-seven rounds, in turns, in one process. The exit code is 1 where a figure is missed.
+seven rounds, in turns, in one process. Memory is that of one call at n = 16384, 8 heads of 64
+features, beside its inputs and results, and must not grow more than 2.2 times from n / 2 (Linux
+only). The exit code is 1 where a figure is missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from _common import DECODE, LAYERS, LONG, SHAPES, TINY, named, told, told_all
+from _common import DECODE, LAYERS, LONG, SHAPES, TINY, parsed, parser, progress
 
-from polyattn.bench import OURS, Case, Report, Row, Shape, compare
+from polyattn.bench import OURS, Case, Report, Shape, compare, cores, peak_memory
+
+GROWTH = 2.2  # of the memory from n / 2 to n: results and what is needed beside them
 
 
-@dataclass(frozen=True)
-class Target:
-    """A figure: polyattn on a backend against a peer. ``least`` is a ratio, or of ``overhead`` the most µs more."""
+class Target(NamedTuple):
+    """A figure: polyattn on a backend against a peer. It is a ratio, or µs or MiB, of which ``least`` is the most."""
 
     name: str
     backend: str
@@ -35,35 +37,53 @@ class Target:
     shapes: tuple[Shape, ...]
     least: float
     aim: float | None = None
-
-    @property
-    def is_overhead(self) -> bool:
-        return self.name == "numpy-overhead"
+    unit: str = ""
 
 
-def both_ways(
-    backend: str, peer: str, alias: str, shapes: tuple[Shape, ...], forward: Any, both: Any, masks: tuple[bool, ...]
-) -> Iterator[Target]:
-    """Yield attention's figures against a peer; a figure may be a pair (at least, aim for)."""
-    for what, figure in (("forward", forward), ("both", both)):
-        for causal in masks:
-            of_mask = figure[causal] if isinstance(figure, dict) else figure
-            least, aim = of_mask if isinstance(of_mask, tuple) else (of_mask, None)
-            name = f"{backend}-{alias}-{what}{'-causal' if causal else ''}"
-            yield Target(name, backend, peer, "attention", what, causal, shapes, least, aim)
+def attention(
+    backend: str, peer: str, alias: str, shapes: tuple[Shape, ...], *figures: tuple[str, bool, float, float | None]
+) -> list[Target]:
+    """Return attention's figures against a peer: what, causal, the least and the aim."""
+    return [
+        Target(
+            f"{backend}-{alias}-{what}{'-causal' if causal else ''}", backend, peer, "attention", what, causal, shapes,
+            least, aim,
+        )
+        for what, causal, least, aim in figures
+    ]  # fmt: skip
 
 
-TARGETS = (
-    *both_ways("numpy", "torch-sdpa", "torch", SHAPES, (0.80, 1.0), (0.85, 1.1), (False, True)),
-    *both_ways("numpy", "plain-numpy", "plain", LONG, 3.0, 4.0, (False,)),
-    *both_ways("numpy", "jax", "jax", SHAPES, 2.0, 2.0, (False,)),
-    *both_ways("torch", "torch-sdpa", "torch", SHAPES, {False: 0.97, True: 0.92}, 1.0, (False, True)),
-    *both_ways("jax", "jax", "jax", LONG, 2.0, 1.5, (False,)),
-    Target("train-torch", "torch", "torch-mha", "train", "step", False, LAYERS, 1.0, 1.1),
-    Target("train-numpy", "numpy", "torch-mha", "train", "step", False, LAYERS, 0.6),
-    Target("numpy-decode", "numpy", "torch-sdpa", "attention", "forward", False, (DECODE,), 0.8),
-    Target("numpy-overhead", "numpy", "plain-numpy", "attention", "forward", False, (TINY,), 60.0),
-)
+SDPA, N16384 = "torch-sdpa", (Shape(1, 8, 16384, 16384, 64),)
+MEMORY = {
+    f"memory-{backend}-{what}": Target(
+        f"memory-{backend}-{what}", backend, "", "attention", what, False, N16384, most, unit="MiB"
+    )
+    for backend in ("numpy", "torch", "jax")
+    for what, most in (("forward", 64.0), ("both", 160.0))
+}
+TARGETS = {
+    target.name: target
+    for target in (
+        *attention(
+            "numpy", SDPA, "torch", SHAPES,
+            ("forward", False, 0.80, 1.0), ("forward", True, 0.80, 1.0),
+            ("both", False, 0.85, 1.1), ("both", True, 0.85, 1.1),
+        ),
+        *attention("numpy", "plain-numpy", "plain", LONG, ("forward", False, 3.0, None), ("both", False, 4.0, None)),
+        *attention("numpy", "jax", "jax", SHAPES, ("forward", False, 2.0, None), ("both", False, 2.0, None)),
+        *attention(
+            "torch", SDPA, "torch", SHAPES,
+            ("forward", False, 0.97, None), ("forward", True, 0.92, None),
+            ("both", False, 1.0, None), ("both", True, 1.0, None),
+        ),
+        *attention("jax", "jax", "jax", LONG, ("forward", False, 2.0, None), ("both", False, 1.5, None)),
+        Target("train-torch", "torch", "torch-mha", "train", "step", False, LAYERS, 1.0, 1.1),
+        Target("train-numpy", "numpy", "torch-mha", "train", "step", False, LAYERS, 0.6),
+        Target("numpy-decode", "numpy", SDPA, "attention", "forward", False, (DECODE,), 0.8),
+        Target("numpy-overhead", "numpy", "plain-numpy", "attention", "forward", False, (TINY,), 60.0, unit="µs"),
+        *MEMORY.values(),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,10 +93,10 @@ class Outcome:
     name: str
     least: float
     aim: float | None
-    measured: float | None
-    worst: float | None
-    worst_shape: str
-    reached: bool
+    measured: float | None = None
+    worst: float | None = None
+    worst_shape: str = ""
+    reached: bool = False
     others: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -84,75 +104,88 @@ class Outcome:
 def outcome(target: Target, report: Report) -> Outcome:
     """Judge a comparison of one peer; a peer that could not be timed leaves the figure unmeasured."""
     theirs = [row for row in report.rows if row.peer == target.peer]
+    ours = {row.shape: row.milliseconds or 0.0 for row in report.rows if row.peer == OURS}
     notes = tuple(f"{row.shape}: {row.note}" for row in theirs if row.note)
-    figures = {row.shape: figure(target, row, report) for row in theirs if row.milliseconds is not None}
+    figures = {
+        row.shape: (ours[row.shape] - row.milliseconds) * 1e3 if target.unit else row.ratio or 0.0
+        for row in theirs
+        if row.milliseconds is not None
+    }
     if not figures:
-        return Outcome(target.name, target.least, target.aim, None, None, "", False, notes=notes)
-    worst = (max if target.is_overhead else min)(figures, key=lambda shape: figures[shape])
+        return Outcome(target.name, target.least, target.aim, notes=notes)
+    worst = (max if target.unit else min)(figures, key=lambda shape: figures[shape])
     median = statistics.median(figures.values())
-    reached = median <= target.least if target.is_overhead else median >= target.least
+    reached = median <= target.least if target.unit else median >= target.least
     busy = report.machine["others"]
     return Outcome(target.name, target.least, target.aim, median, figures[worst], worst, reached, busy, notes)
 
 
-def figure(target: Target, row: Row, report: Report) -> float:
-    """Return the ratio of a row, or the µs that polyattn takes more."""
-    if not target.is_overhead:
-        return row.ratio or 0.0
-    (ours,) = (r for r in report.rows if r.peer == OURS and r.shape == row.shape)
-    return ((ours.milliseconds or 0.0) - (row.milliseconds or 0.0)) * 1e3
+def memory(target: Target, threads: int | None = None, peak: Callable[..., Any] = peak_memory) -> dict[str, Any]:
+    """Measure the MiB of a call, beyond its results, and by what the whole grew from n / 2 to n."""
+    (shape,) = target.shapes
+    half, whole = (
+        peak(OURS, Case(target.task, target.what, shape._replace(n_q=n, n_k=n)), target.backend, "cpu",
+             threads or cores())
+        for n in (shape.n_k // 2, shape.n_k)
+    )  # fmt: skip
+    # The forward hands the log-sum-exp to the backward, and the result does not show it.
+    lse = 4 * shape.batch * shape.heads * shape.n_q if target.what == "both" else 0
+    return {
+        "backend": target.backend, "what": target.what, "n": shape.n_k, "peak_mib": whole.peak / 2**20,
+        "beyond_mib": (whole.beyond - lse) / 2**20, "growth": whole.peak / max(half.peak, 1),
+    }  # fmt: skip
 
 
-def measured(target: Target, rounds: int, threads: int | None) -> tuple[Outcome, Report]:
-    """Run the comparison that a figure is about."""
+def measured(target: Target, rounds: int, threads: int | None) -> tuple[Outcome, Report | None]:
+    """Measure what a figure is about."""
+    if target.name in MEMORY:
+        found = memory(target, threads)
+        beyond, growth = found["beyond_mib"], found["growth"]
+        note = f"growth from n/2 {growth:.2f} (at most {GROWTH:g})"
+        reached = beyond <= target.least and growth <= GROWTH
+        return Outcome(
+            target.name, target.least, None, beyond, beyond, str(*target.shapes), reached, None, (note,)
+        ), None
     cases = [Case(target.task, target.what, shape, target.causal) for shape in target.shapes]
-    report = compare(cases, backend=target.backend, peers=[target.peer], rounds=rounds, threads=threads, progress=told)
-    told_all()
+    report = compare(
+        cases, backend=target.backend, peers=[target.peer], rounds=rounds, threads=threads, progress=progress
+    )
     return outcome(target, report), report
 
 
 def line(found: Outcome) -> str:
     """Return a row of the table."""
-    sign, unit = ("≤", " µs") if found.name == "numpy-overhead" else ("≥", "")
-    goal = f"{sign} {found.least:g}{unit}" + (f", aim {found.aim:g}" if found.aim else "")
+    unit = TARGETS[found.name].unit
+    goal = f"{'≤' if unit else '≥'} {found.least:g} {unit}".rstrip() + (f", aim {found.aim:g}" if found.aim else "")
+    notes = "; ".join(found.notes)
     if found.measured is None:
-        return f"{found.name:28} {goal:16} not measured: {'; '.join(found.notes)}"
+        return f"{found.name:28} {goal:16} not measured: {notes}"
     verdict = "reached" if found.reached else "MISSED"
     worst = f"worst {found.worst:.2f} at {found.worst_shape}"
-    disturbed = f"  ({found.others:.0%} of the cores used by others)" if (found.others or 0) >= 0.02 else ""
-    return f"{found.name:28} {goal:16} {found.measured:6.2f}{unit:3} {verdict:8} {worst}{disturbed}"
+    disturbed = f"({found.others:.0%} of the cores used by others)" if (found.others or 0) >= 0.02 else ""
+    return f"{found.name:28} {goal:16} {found.measured:6.2f} {unit:3} {verdict:8} {worst}  {notes} {disturbed}".rstrip()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the rows that were asked for, and print each as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "rows", nargs="*", help="names of rows, or beginnings of some (default: all, about ten minutes)"
-    )
-    parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")
-    parser.add_argument("--threads", type=int, help="of every library (default: all cores)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    options = parser.parse_args(arguments)
-    names = named((target.name for target in TARGETS), options.rows)
-    chosen = [target for target in TARGETS if target.name in names]
-    if not chosen or options.rounds < 7:
-        parser.error("expected the beginning of a row's name (see --list), and 7 rounds or more")
-    if options.list:
-        print(*(target.name for target in chosen), sep="\n")
-        return 0
-    found: list[Outcome] = []
-    reports: list[Report] = []
-    for target in chosen:
-        one, report = measured(target, options.rounds, options.threads)
+    """Measure the rows that were asked for, by default all in about a quarter of an hour, and print each when done."""
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=7, help="turns of each contestant, 7 or more (default: 7)")
+    options.add_argument("--threads", type=int, help="of every library (default: all cores)")
+    options.add_argument("--json", action="store_true", help="print one JSON object instead")
+    chosen = parsed(options, TARGETS, arguments)
+    if chosen.rounds < 7:
+        options.error("expected 7 rounds or more")
+    found, reports = [], []
+    for name in chosen.wanted:
+        one, report = measured(TARGETS[name], chosen.rounds, chosen.threads)
         found.append(one)
-        reports.append(report)
-        if not options.json:
+        reports += [report] if report else []
+        if not chosen.json:
             print(line(one), flush=True)
-    if options.json:
+    if chosen.json:
         versions = {name: version for report in reports for name, version in report.versions.items()}
-        rows = [asdict(one) for one in found]
-        print(json.dumps({"machine": reports[0].machine, "versions": versions, "rows": rows}))
+        machine = reports[0].machine if reports else {}
+        print(json.dumps({"machine": machine, "versions": versions, "rows": [asdict(one) for one in found]}))
     return 0 if all(one.reached for one in found) else 1
 
 

@@ -5,8 +5,16 @@ there are, and who lacks one, stands in ``polyattn.backend.FEATURES`` and in the
 ``@pytest.mark.only("torch", reason=…)`` is for what looks at one plugin.
 """
 
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+from polyattn import registry, selection
 
 pytest_plugins = ["polyattn.testing.plugin"]
 
@@ -39,6 +47,95 @@ ONCE = {
     "test_torch_training.py",
     "test_weight_files.py",
 }
+
+
+HERE = Path(__file__).parent
+PROGRAMS, LIBRARY = HERE / "programs", (HERE / "stand_ins" / "library.py").read_text()
+
+
+def run_python(*arguments, folder="", timeout=240, **variables):
+    """Run Python in a process of its own, with a folder on its import path, and return what it prints.
+
+    Of polyattn's and JAX's variables it has only those that are given.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("POLYATTN_", "JAX_"))}
+    path = os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**environment, "PYTHONPATH": path, **variables}, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def program():
+    """Return what runs ``tests/programs/NAME.py`` in a process of its own, and returns what it prints."""
+    return lambda name, *arguments, **variables: run_python(PROGRAMS / f"{name}.py", *arguments, **variables)
+
+
+# A backend without a library.
+BACKEND = """
+    from polyattn.backend import Backend, Status
+
+    class Fake(Backend):
+        name = {called!r}
+        array_modules = ()
+        def status(self): {status}
+        def devices(self): {devices}
+
+    backend = Fake()
+"""
+
+
+class Site:
+    """A folder of distributions with plugins, each of one module and entry points, found as installed ones are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, source: str | None = LIBRARY, *, distribution: str = "", value: str = "") -> None:
+        """Add a distribution with a plugin of that name; without source its module is missing."""
+        module = name.replace("-", "_")
+        distribution = distribution or f"{name}-plugin"
+        if source is not None:
+            (self.folder / f"{module}.py").write_text(textwrap.dedent(source))
+        info = self.folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        entries = f"[polyattn.backends]\n{name} = {value or f'{module}:backend'}\n"
+        (info / "entry_points.txt").write_text(entries)
+
+    def add_backend(
+        self, name: str, *, called: str = "", status: str = "return Status('ready')", devices: str = "return ('cpu',)",
+        before: str = "", after: str = "", distribution: str = "",
+    ) -> None:  # fmt: skip
+        """Add a distribution with a backend that has no library; its methods and further lines may be given."""
+        body = textwrap.dedent(BACKEND).format(called=called or name, status=status, devices=devices)
+        self.add(name, "\n".join((before, body, after)), distribution=distribution)
+
+    def run(self, code: str, **variables: str) -> str:
+        """Run code in a fresh interpreter that has these distributions, and return what it prints."""
+        return run_python("-c", textwrap.dedent(code), folder=self.folder, **variables)
+
+    def program(self, name: str, *arguments: str) -> str:
+        """Run ``tests/programs/NAME.py`` likewise."""
+        return run_python(PROGRAMS / f"{name}.py", *arguments, folder=self.folder)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of distributions on the import path of this process too; ``registry.refresh()`` shows them."""
+    for variable in (selection.BACKEND_VARIABLE, selection.DEVICE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield Site(tmp_path)
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    monkeypatch.undo()
+    registry.refresh()
 
 
 def pytest_ignore_collect(collection_path, config):

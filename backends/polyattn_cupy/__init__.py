@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, Status
+from polyattn.backend import Array, ArrayState, Backend, Status
 
 from ._kernel import CublasKernel
 
 __all__ = ["backend"]
+
+ON_DEVICE = ArrayState(readable=False)
 
 
 class CupyBackend(Backend):
@@ -91,13 +93,13 @@ class CupyBackend(Backend):
         """Copy to the host, and wait for it."""
         return np.asarray(x.get())
 
-    def takes(self, x: np.ndarray[Any, Any]) -> bool:
-        """Take any layout: it is copied to the device in any case."""
-        return bool(x.dtype.isnative)
+    def shares(self, x: Array) -> bool:
+        """Take any layout of NumPy's: it is copied to the device in any case."""
+        return isinstance(x, np.ndarray) and bool(x.dtype.isnative)
 
-    def on_host(self, x: Array) -> bool:
-        """Never look: it would wait for the device."""
-        return False
+    def state(self, x: Array) -> ArrayState:
+        """Read no values: it would wait for the device."""
+        return ON_DEVICE
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:
         """Use CuPy's atomic addition."""
@@ -110,7 +112,7 @@ class CupyBackend(Backend):
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself."""
         if getattr(start, "ndim", 0) == 1:
-            return self.write_entries(x, value, start, axis)
+            return super().update_slice(x, value, start, axis)
         x[(*(slice(None),) * (axis % x.ndim), slice(start, start + value.shape[axis]))] = value
         return x
 

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, DTypeError, Status, dtype_name
+from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError, Status, dtype_name
 
 from ._kernel import DirectKernel, JitKernel, ScanKernel
 
 __all__ = ["backend"]
 
+TRACED = ArrayState(captive="is being traced by JAX", readable=False)
 WIDE = ("float64", "int64", "uint64", "complex128")
 
 
@@ -96,9 +97,9 @@ class JaxBackend(Backend):
         """View host memory, read-only; fetch it from other devices."""
         return np.asarray(x)
 
-    def viewable(self, x: Array) -> bool:
-        """Say whether it lies on a host device, of which JAX may have several."""
-        return self.on_host(x)
+    def shares(self, x: Array) -> bool:
+        """Share what lies on a host device, of which JAX may have several, and of NumPy what is packed."""
+        return super().shares(x) if isinstance(x, np.ndarray) else self.state(x).readable
 
     def dtype(self, name: str) -> Any:
         """Return JAX's dtype, unless 32-bit mode would silently give another."""
@@ -109,14 +110,12 @@ class JaxBackend(Backend):
             )
         return np.dtype(super().dtype(name))
 
-    def pinned(self, x: Array) -> str | None:
-        """Keep tracers."""
-        return "is being traced by JAX" if isinstance(x, _jax().core.Tracer) else None
-
-    def on_host(self, x: Array) -> bool:
-        """Look only at concrete arrays on the CPU."""
+    def state(self, x: Array) -> ArrayState:
+        """Keep tracers; read only concrete arrays on the CPU."""
+        if isinstance(x, _jax().core.Tracer):
+            return TRACED
         device = self.device_of(x)
-        return device is not None and device.startswith("cpu")
+        return READY if device is not None and device.startswith("cpu") else ArrayState(readable=False)
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile with ``jax.jit``."""
@@ -137,7 +136,7 @@ class JaxBackend(Backend):
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         """Branch with ``lax.cond`` where the predicate is traced."""
-        if self.pinned(predicate) is None:
+        if not isinstance(predicate, _jax().core.Tracer):
             return super().cond(predicate, if_true, if_false)
         from ._placed import branched
 
@@ -150,7 +149,7 @@ class JaxBackend(Backend):
             each = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis % x.ndim - 1)
             return jax.vmap(each)(x, value, start)
         start = start[0] if getattr(start, "ndim", 0) == 1 else start
-        if self.pinned(start):
+        if isinstance(start, jax.core.Tracer):
             from ._write import write
 
             return write(x, value, start, axis % x.ndim)

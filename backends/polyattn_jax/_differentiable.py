@@ -10,7 +10,7 @@ import jax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from polyattn.backend import Array
+from polyattn.backend import Array, flatten
 
 from ._linear import Linear, linear
 
@@ -28,12 +28,12 @@ def differentiable(
 
     def jvp(primals: Sequence[Array | None], tangents: Sequence[Any]) -> tuple[Array, Array]:
         y, saved = _evaluated(forward, primals)
-        residuals, tree = jax.tree.flatten(saved)
+        residuals, structure = flatten(saved)
         moved = moving(dict(enumerate(tangents)))
         like = {i: jax.ShapeDtypeStruct(t.shape, t.dtype) for i, t in moved.items()}
 
         def transpose(residuals: Sequence[Array], dy: Sequence[Array]) -> tuple[Array, ...]:
-            grads = backward(dy[0], tree.unflatten(residuals))
+            grads = backward(dy[0], structure.build(residuals))
             return tuple(jnp.zeros_like(x) if grads[i] is None else grads[i] for i, x in like.items())
 
         tangent = linear(transposed(transpose, y), residuals, tuple(moved.values()), (y,))

@@ -1,4 +1,4 @@
-"""JAX, told how a cache or a layer crosses the boundary of ``jax.jit``. Imported only once JAX is asked for."""
+"""JAX, with polyattn's caches and layers registered as pytrees. Imported only once JAX is asked for."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ _lock = threading.Lock()
 
 
 def register(kind: type) -> None:
-    """Make a pytree of a dataclass or a layer, once, however many threads ask."""
+    """Make a pytree of a record or a layer, once, however many threads ask."""
     with _lock:
         _registered(kind)
 
 
 @functools.cache
 def _registered(kind: Any) -> None:
-    if not hasattr(kind, "flattened"):
-        jax.tree_util.register_dataclass(kind, data_fields=kind.DATA_FIELDS, meta_fields=kind.STATIC_FIELDS)
-        return
-
-    def with_names(layer: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        parameters, frame = layer.flattened()
-        return [(jax.tree_util.DictKey(n), x) for n, x in zip(frame.names, parameters, strict=True)], frame
+    def with_names(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        arrays, structure = x.flattened()
+        return [(jax.tree_util.DictKey(n), y) for n, y in zip(structure.names, arrays, strict=True)], structure
 
     jax.tree_util.register_pytree_with_keys(kind, with_names, kind.unflattened, kind.flattened)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, DTypeError
+from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError
 
 from ._blocked_kernel import BlockedKernel
 from ._direct import DirectKernel
@@ -48,22 +48,20 @@ class NumpyBackend(Backend):
         """Return the array itself; a scalar becomes a 0-d array."""
         return np.asarray(x)
 
-    def viewable(self, x: Array) -> bool:
-        """Say whether it is an array; a scalar is copied into one."""
-        return isinstance(x, np.ndarray)
-
-    def unfit(self, x: Array) -> str | None:
-        """Refuse the two kinds of array whose arithmetic has another meaning."""
-        if type(x) is np.ndarray:
-            return None
-        if isinstance(x, np.ma.MaskedArray):
-            return "is masked (give its data, and mask= to attention)"
-        return "is a matrix (numpy.asarray makes an array of it)" if isinstance(x, np.matrix) else None
-
-    def takes(self, x: np.ndarray[Any, Any]) -> bool:
-        """Share any layout in which every element can be written for itself, since our results are writable."""
+    def shares(self, x: Array) -> bool:
+        """Share any layout in which every element can be written for itself; a scalar is copied into an array."""
+        if not isinstance(x, np.ndarray):
+            return False
         apart = all(s != 0 or n <= 1 for n, s in zip(x.shape, x.strides, strict=True))
         return apart and x.flags.writeable and x.dtype.isnative
+
+    def state(self, x: Array) -> ArrayState:
+        """Refuse the two kinds of array whose arithmetic has another meaning."""
+        if type(x) is np.ndarray:
+            return READY
+        if isinstance(x, np.ma.MaskedArray):
+            return ArrayState(unusable="is masked (give its data, and mask= to attention)")
+        return ArrayState("is a matrix (numpy.asarray makes an array of it)") if isinstance(x, np.matrix) else READY
 
     def dtype(self, name: str) -> Any:
         """Return NumPy's dtype, or ml_dtypes' bfloat16, which NumPy itself lacks."""
@@ -86,7 +84,7 @@ class NumpyBackend(Backend):
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself."""
         if getattr(start, "ndim", 0) == 1:
-            return self.write_entries(x, value, start, axis)
+            return super().update_slice(x, value, start, axis)
         x[(*(slice(None),) * (axis % x.ndim), slice(start, start + value.shape[axis]))] = value
         return x
 

@@ -28,7 +28,7 @@ def in_pieces(function: Callable[..., Any], arrays: tuple[Array, ...], axes: int
     Where the cuts are depends on the shapes alone, so that the results do not depend on the number of threads.
     """
     lead = arrays[0].shape[: arrays[0].ndim - axes]
-    size = max(x.size for x in arrays)
+    size = max([x.size for x in arrays])
     if size < WORTHWHILE or not lead:
         return function(*arrays)
     if all(x.flags.c_contiguous for x in arrays):

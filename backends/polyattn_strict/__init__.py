@@ -73,8 +73,10 @@ class StrictBackend(Backend):
         """View its memory through DLPack, which it offers on its CPU device."""
         return np.asarray(np.from_dlpack(x.to_device(self.native_device("cpu"))))
 
-    def takes(self, x: np.ndarray[Any, Any]) -> bool:
+    def shares(self, x: Array) -> bool:
         """Share whatever DLPack can describe, to get it back by, and is writable: it is NumPy underneath."""
+        if not isinstance(x, np.ndarray):
+            return self.device_of(x) == "cpu"
         axes = zip(x.shape, x.strides, strict=True)
         whole = all(s % x.itemsize == 0 and (s != 0 or n <= 1) for n, s in axes)
         return whole and x.flags.writeable and x.flags.aligned and x.dtype.isnative

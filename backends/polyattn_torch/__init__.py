@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import Array, Backend, BackendMismatchError, DTypeError, Kernel, dtype_name
+from polyattn.backend import READY, Array, ArrayState, Backend, BackendMismatchError, DTypeError, Kernel, dtype_name
 
 from ._modes import COMPILED, PLAIN, RECORDED, ignore_our_log, transformed
 
@@ -110,47 +110,35 @@ class TorchBackend(Backend):
         except (RuntimeError, TypeError) as error:  # a subclass without memory of its own, or memory of another kind
             raise BackendMismatchError(f"this {type(x).__name__} cannot leave torch: {error}") from error
 
-    def viewable(self, x: Array) -> bool:
-        """Say whether it lies on the host, and as it reads: negation and conjugation may be pending."""
-        return bool(x.is_cpu and not x.is_neg() and not x.is_conj())
+    def shares(self, x: Array) -> bool:
+        """Share host memory without pending negation, and of NumPy what torch can describe and may write to.
 
-    def takes(self, x: np.ndarray[Any, Any]) -> bool:
-        """Refuse what torch cannot describe (it aborts on negative strides) or might write to by mistake."""
+        Torch aborts the process on negative strides.
+        """
+        if not isinstance(x, np.ndarray):
+            return bool(x.is_cpu and not x.is_neg() and not x.is_conj())
         axes = zip(x.shape, x.strides, strict=True)
         whole = all(s % x.itemsize == 0 and (s > 0 or (s == 0 and n <= 1)) for n, s in axes)
         return whole and x.flags.writeable and x.flags.aligned and x.dtype.isnative
 
-    def pinned(self, x: Array) -> str | None:
-        """Keep what autograd, torch.func or torch.compile follow."""
+    def state(self, x: Array) -> ArrayState:
+        """Keep what autograd, torch.func or torch.compile follow; refuse tensors without a shape and strides."""
         import torch
         from torch._C import _functorch
 
-        if x.requires_grad:
-            return "requires gradients (detach() it if they are not wanted)"
-        if torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(x) or hasattr(x, "fake_mode"):
-            return "is being traced by torch"
-        return None
-
-    def unfit(self, x: Array) -> str | None:
-        """Refuse tensors without a shape and strides."""
-        import torch
-
+        unusable = captive = None
         if x.is_nested:
-            return "is nested (pad it, and give the lengths)"
-        return None if x.layout is torch.strided else "is sparse (to_dense() makes an array of it)"
-
-    def on_host(self, x: Array) -> bool:
-        """Look only at real tensors on the CPU, and not within a transform, where a plain one has no memory either."""
-        import torch
-        from torch._C import _functorch
-
-        return bool(
-            x.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and _functorch.maybe_current_level() is None
-            and not _functorch.is_functorch_wrapped_tensor(x)
-            and not hasattr(x, "fake_mode")
-        )
+            unusable = "is nested (pad it, and give the lengths)"
+        elif x.layout is not torch.strided:
+            unusable = "is sparse (to_dense() makes an array of it)"
+        traced = torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(x) or hasattr(x, "fake_mode")
+        if x.requires_grad:
+            captive = "requires gradients (detach() it if they are not wanted)"
+        elif traced:
+            captive = "is being traced by torch"
+        # Within a transform a plain tensor has no memory to read either.
+        readable = x.device.type == "cpu" and not traced and _functorch.maybe_current_level() is None
+        return ArrayState(unusable, captive, readable) if unusable or captive or not readable else READY
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Record no autograd graph, and compute in the precision that is written: autocast would lower it."""
@@ -185,7 +173,7 @@ class TorchBackend(Backend):
         if followed or transformed():  # x may have no room for each of a vmap's
             return super().update_slice(x, value, start, axis)
         if getattr(start, "ndim", 0) == 1:
-            return self.write_entries(x, value, start, axis)
+            return super().update_slice(x, value, start, axis)
         x.narrow(axis, start, value.shape[axis]).copy_(value)
         return x
 

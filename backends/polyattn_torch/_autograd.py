@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from polyattn.backend import flatten
+
 from ._modes import transformed
+
+
+@dataclass
+class _Call:
+    """A forward and its backward, and the structure of what the forward saved."""
+
+    scope: Callable[[], Any]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    structure: Any = None
+
+    def run(self, *arrays: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return y and the arrays that were saved."""
+        y, saved = self.forward(*arrays)
+        held, self.structure = flatten(saved)
+        return y, held
+
+    def pull(self, dy: Any, held: Any) -> tuple[Any, ...]:
+        """Return the gradients, from what was saved."""
+        grads: tuple[Any, ...] = self.backward(dy, self.structure.build(held))
+        return grads
 
 
 class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
@@ -17,48 +41,47 @@ class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to t
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(scope: Any, forward: Any, backward: Any, *arrays: Any) -> Any:
-        with scope():
-            y, saved = forward(*arrays)
+    def forward(call: _Call, *arrays: Any) -> Any:
+        with call.scope():
+            y, held = call.run(*arrays)
         # What is saved may be y or an input itself; as an output of its own, without a gradient, it is another tensor.
-        return (y, *(None if s is None else s.detach() for s in saved))
+        return y, *(s.detach() for s in held)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, *arrays = inputs
         y, *held = output
-        ctx.pair, ctx.saved_count, ctx.array_count = inputs[:3], len(held), len(inputs) - 3
-        ctx.mark_non_differentiable(*(s for s in held if s is not None))
+        ctx.saved_count, ctx.array_count = len(held), len(arrays)
+        ctx.mark_non_differentiable(*held)
         if forward_ad._current_level < 0:
-            ctx.save_for_backward(*held, *inputs[3:])
+            ctx.save_for_backward(*held, *arrays)
         else:  # a node holds these until it goes, so only where jvp is asked for
-            kept = (*held, *inputs[3:], torch.zeros_like(y))
+            kept = (*held, *arrays, torch.zeros_like(y))
             ctx.save_for_backward(*kept)
             ctx.save_for_forward(*kept)
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *_: Any) -> Any:
-        scope, forward, backward = ctx.pair
-        tensors, create_graph = ctx.saved_tensors, torch.is_grad_enabled()
-        with scope():
+        call, tensors, create_graph = ctx.call, ctx.saved_tensors, torch.is_grad_enabled()
+        with call.scope():
             if not create_graph:
-                return (None, None, None, *backward(dy, tensors[: ctx.saved_count]))
+                return (None, *call.pull(dy, tensors[: ctx.saved_count]))
             arrays = tensors[ctx.saved_count : ctx.saved_count + ctx.array_count]
             with torch.enable_grad():  # what was saved has to depend on the inputs again
-                return (None, None, None, *backward(dy, forward(*arrays)[1]))
+                return (None, *call.pull(dy, call.run(*arrays)[1]))
 
     @staticmethod
-    def jvp(ctx: Any, _scope: Any, _forward: Any, _backward: Any, *tangents: Any) -> Any:
-        """Turn the backward round: it is linear in dy, and what is linear has a transpose."""
-        _, _, backward = ctx.pair
+    def jvp(ctx: Any, _call: Any, *tangents: Any) -> Any:
+        """Transpose the backward, which is linear in dy."""
         *tensors, zero = ctx.saved_tensors
-        saved, moved = tuple(tensors[: ctx.saved_count]), [i for i, u in enumerate(tangents) if u is not None]
+        held, moved = tensors[: ctx.saved_count], [i for i, u in enumerate(tangents) if u is not None]
 
         def grads(dy: Any) -> Any:
-            dxs = backward(dy, saved)
+            dxs = ctx.call.pull(dy, held)
             return tuple(dxs[i] for i in moved)
 
-        _, turned = torch.func.vjp(grads, zero)
-        return (*turned(tuple(tangents[i] for i in moved)), *(None for _ in saved))
+        _, transpose = torch.func.vjp(grads, zero)
+        return (*transpose(tuple(tangents[i] for i in moved)), *(None for _ in held))
 
 
 class _Traced(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
@@ -68,16 +91,15 @@ class _Traced(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
     def forward(ctx: Any, scope: Any, forward: Any, backward: Any, *arrays: Any) -> Any:
         with scope():
             y, saved = forward(*arrays)
-        ctx.scope, ctx.pull, ctx.present = scope, backward, tuple(s is not None for s in saved)
-        ctx.save_for_backward(*(s for s in saved if s is not None))
+        held, ctx.structure = flatten(saved)
+        ctx.scope, ctx.pull = scope, backward
+        ctx.save_for_backward(*held)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        tensors = iter(ctx.saved_tensors)
-        saved = tuple(next(tensors) if there else None for there in ctx.present)
         with ctx.scope():
-            return (None, None, None, *ctx.pull(dy, saved))
+            return (None, None, None, *ctx.pull(dy, ctx.structure.build(ctx.saved_tensors)))
 
 
 def apply(
@@ -91,7 +113,7 @@ def apply(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays):
         if torch.compiler.is_compiling():
             return _Traced.apply(scope, forward, backward, *distinct(arrays))
-        return _Pair.apply(scope, forward, backward, *arrays)[0]
+        return _Pair.apply(_Call(scope, forward, backward), *arrays)[0]
     with scope():
         return forward(*arrays)[0]
 

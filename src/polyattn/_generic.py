@@ -87,7 +87,7 @@ class Exporter(Backend):
             kind = self.DEVICES.get(int(kind), f"DLPack device {int(kind)}")
         self.device = kind if kind == "cpu" else f"{kind}:{index}"
 
-    def viewable(self, x: Array) -> bool:
+    def shares(self, x: Array) -> bool:
         """Say whether it lies on the host."""
         return self.device == "cpu"
 

@@ -13,6 +13,13 @@ from .errors import BackendUnavailableError
 __all__ = ["Plugin", "canonical", "discover"]
 
 GROUP = "polyattn.backends"
+# The methods that version 1 of the contract had and version 2 has not, each with what takes its place.
+OF_VERSION_1 = {
+    "takes": "shares(x)", "viewable": "shares(x)",
+    "unfit": "state(x).unusable", "pinned": "state(x).captive", "on_host": "state(x).readable",
+    "write_entries": "update_slice, whose fallback takes a start for each entry",
+    "imported": "array_modules, which is enough",
+}  # fmt: skip
 logger = logging.getLogger("polyattn")
 
 
@@ -52,10 +59,13 @@ class Plugin:
         backend = self._entry.load()
         if not isinstance(backend, Backend):
             raise TypeError(f"{self._entry.value} is not an instance of polyattn.backend.Backend but {backend!r}")
-        if backend.api_version != API_VERSION:
+        replaced = [f"{old} by {new}" for old, new in OF_VERSION_1.items() if hasattr(backend, old)]
+        version = 1 if replaced else backend.api_version
+        if version != API_VERSION:
+            changes = f", or replace {'; '.join(replaced)}" if replaced else ""
             raise RuntimeError(
-                f"it implements version {backend.api_version} of the backend contract, this polyattn version "
-                f"{API_VERSION}; install matching versions of {self.distribution} and polyattn"
+                f"it implements version {version} of the backend contract, this polyattn version {API_VERSION}; "
+                f"install matching versions of {self.distribution} and polyattn{changes}"
             )
         if canonical(backend.name) != canonical(self.name):
             raise RuntimeError(f"its object calls itself {backend.name!r}, its entry point {self.name!r}")

@@ -86,7 +86,7 @@ def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Tra
 
 def permit(x: Array, name: str, home: Place, place: Place) -> None:
     """Raise where an array may not change its library or device."""
-    reason = home.backend.pinned(x)
+    reason = home.backend.state(x).captive
     if reason is not None and home.backend is not place.backend:
         raise BackendMismatchError(
             f"{name}: this array {reason}, so it cannot leave {home.backend.name} for {place}; "

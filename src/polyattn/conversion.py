@@ -20,7 +20,7 @@ from .account import Crossing, permit, record
 from .backend import Array, Backend, Place, dtype_name
 from .errors import ArgumentError, BackendMismatchError, BackendUnavailableError, DTypeError, PolyattnError
 
-__all__ = ["bring", "checked_device", "destination", "move", "place_of", "to_backend"]
+__all__ = ["checked_device", "destination", "move", "move_argument", "place_of", "to_backend"]
 
 
 def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None = None) -> Array:
@@ -94,22 +94,25 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
         If they differ, naming each argument's library and device, if there is none, or one of a kind that
         cannot be computed with (masked, sparse).
     """
-    place: Place | None = None
+    found: Backend | None = None
+    device: str | None = None
+    kind: type | None = None
     for name, x in arrays.items():
         if x is None:
             continue
-        backend = registry.owner(x, name)
-        reason = backend.unfit(x)
-        if reason is not None:
-            raise BackendMismatchError(f"{name}: expected an array to compute with, but this one {reason}")
-        here = Place(backend, backend.device_of(x))
-        if place is None or (place.device is None and place.backend is here.backend):
-            place = here
-        elif here.backend is not place.backend or here.device not in (None, place.device):
+        if type(x) is not kind:
+            backend, kind = registry.owner(x, name), type(x)
+        unusable = backend.state(x).unusable
+        if unusable is not None:
+            raise BackendMismatchError(f"{name}: expected an array to compute with, but this one {unusable}")
+        here = backend.device_of(x)
+        if found is None or (device is None and backend is found):
+            found, device = backend, here
+        elif backend is not found or here not in (None, device):
             raise _mixed(arrays)
-    if place is None:
+    if found is None:
         raise BackendMismatchError(f"{', '.join(arrays)}: expected an array, got {type(None).__name__}")
-    return place
+    return Place(found, device)
 
 
 def checked_device(backend: Backend, device: str | None) -> str | None:
@@ -156,7 +159,7 @@ def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, 
     return result
 
 
-def bring(x: Array, place: Place, *, name: str, home: Place) -> Array:
+def move_argument(x: Array, place: Place, *, name: str, home: Place) -> Array:
     """Move an argument of a call; integers never come back, so they are narrowed where the target lacks their type."""
     dtype = dtype_name(x.dtype)
     if place.backend is not home.backend and dtype in ("int64", "uint64", "uint32"):
@@ -184,13 +187,13 @@ def _carry(x: Array, home: Place, place: Place, copy: bool | None) -> tuple[Arra
     if device is not None and device != "cpu" and home.device == device:  # one accelerator, two libraries
         with exporter.exchange() if exporter else nullcontext():
             return _required(copy, lambda: place.backend.asarray(x, device, copy), home, place), bool(copy)
-    fetched = not source.viewable(x)  # to_numpy has to copy it
+    fetched = not source.shares(x)  # to_numpy has to copy it
     if copy is False and fetched:
         raise BackendMismatchError(f"the memory of this array on {home} cannot be shared; pass copy=None")
     view = source.to_numpy(x)
     if exporter is not None:
         place.backend.dtype(dtype_name(view.dtype))
-    if place.backend.takes(view) and (fetched or not copy):
+    if place.backend.shares(view) and (fetched or not copy):
         result = _required(copy, lambda: place.backend.asarray(view, device, None if fetched else copy), home, place)
         copied = fetched or not _shared(view, result, place.backend)
         if not copied or copy is not False:
@@ -221,7 +224,7 @@ def _required(copy: bool | None, convert: Callable[[], Array], home: Place, plac
 def _shared(view: np.ndarray[Any, Any], result: Array, backend: Backend) -> bool:
     if view.size == 0:
         return True
-    return backend.viewable(result) and bool(backend.to_numpy(result).ctypes.data == view.ctypes.data)
+    return backend.shares(result) and bool(backend.to_numpy(result).ctypes.data == view.ctypes.data)
 
 
 def _mixed(arrays: Mapping[str, Array | None]) -> BackendMismatchError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -222,7 +223,7 @@ def _find_owner(x: Array, argument: str) -> Backend:
 
 def _owns(backend: Backend, x: object) -> bool:
     try:
-        return backend.imported() and backend.owns(x)
+        return any(module in sys.modules for module in backend.array_modules) and backend.owns(x)
     except Exception:
         return False
 

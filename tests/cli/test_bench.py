@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,11 @@ from threadpoolctl import threadpool_info
 
 import polyattn as pa
 from polyattn import bench, registry
-from polyattn.bench import Case, Memory, Report, Row, Shape, compare, parse_shape, race
+from polyattn.bench import Case, Memory, Report, Shape, compare, parse_shape, race
 from polyattn.bench import _compare as compare_module
 from polyattn.bench import _race as race_module
 from polyattn.bench._contestant import Contestant, Peer
-from polyattn.bench._report import rated
+from polyattn.bench._memory import device_memory
 
 SMALL = Shape(2, 3, 16, 16, 8)
 TURN = 1e3 / 64  # milliseconds, without a rounding
@@ -34,42 +35,37 @@ def compared(*cases: Case, **options: Any) -> Report:
     return compare(cases, **{"rounds": 1, "threads": 1, "clock": steady(), "rest": lambda: None, **options})
 
 
-class Fake(Peer):
-    """polyattn's own answer on NumPy, off by a factor; it counts its runs."""
+def fake(name: str, ran: dict[str, int], factor: float = 1.0, failure: Exception | None = None) -> Peer:
+    """Return a peer that gives polyattn's own answer on NumPy, off by a factor, and counts its runs."""
 
-    library = "numpy"
-
-    def __init__(self, name: str, factor: float = 1.0, failure: Exception | None = None) -> None:
-        self.name, self.factor, self.failure, self.runs = name, factor, failure, 0
-
-    def contestant(self, case: Case, device: str, threads: int) -> Contestant:
+    def contestant(case: Case, device: str, threads: int) -> Contestant:
         inputs = case.inputs()
         del inputs["dout"]
-        out = pa.attention(**inputs, backend="numpy") * np.float32(self.factor)
+        out = pa.attention(**inputs, backend="numpy") * np.float32(factor)
 
         def run() -> dict[str, np.ndarray]:
-            self.runs += 1
-            if self.failure is not None:
-                raise self.failure
+            ran[name] += 1
+            if failure is not None:
+                raise failure
             return {"out": out}
 
         return Contestant(run, lambda results: results)
 
+    return Peer(name, "numpy", contestant, scores_held=(4, 4))
+
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replace the peers by a right one, two wrong ones and one that fails."""
-    fakes = {
-        fake.name: fake
-        for fake in (
-            Fake("right"),
-            Fake("wrong", 1.001),
-            Fake("lost", float("nan")),
-            Fake("broken", failure=MemoryError("no room\nat all")),
-        )
-    }
-    monkeypatch.setattr("polyattn.bench._peers.PEERS", fakes)
-    return fakes
+def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Replace the peers by a right one, two wrong ones and one that fails; return how often each has run."""
+    ran = dict.fromkeys(("right", "wrong", "lost", "broken"), 0)
+    fakes = (
+        fake("right", ran),
+        fake("wrong", ran, 1.001),
+        fake("lost", ran, float("nan")),
+        fake("broken", ran, failure=MemoryError("no room\nat all")),
+    )
+    monkeypatch.setattr("polyattn.bench._peers.PEERS", {peer.name: peer for peer in fakes})
+    return ran
 
 
 # ---- timing ------------------------------------------------------------------------------------------------------
@@ -146,10 +142,10 @@ def test_a_turn_waits_until_the_other_threads_sleep(monkeypatch: pytest.MonkeyPa
     assert sum(waited[3:]) == pytest.approx(0.1, abs=0.006)
 
 
-def test_a_row_has_the_median_and_its_ratio_to_ours() -> None:
-    case = Case("attention", "forward", SMALL)
-    rows = [Row.of(case, name) for name in ("polyattn", "slow", "refused")]
-    found = rated(rows, {"polyattn": [0.002, 0.9, 0.001], "slow": [0.005, 0.004, 0.0041]})
+def test_a_row_has_the_median_and_its_ratio_to_ours(runs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"polyattn": [0.002, 0.9, 0.001], "right": [0.005, 0.004, 0.0041]}
+    monkeypatch.setattr(compare_module, "race", lambda runs, **options: {name: times[name] for name in runs})
+    found = compared(Case("attention", "forward", SMALL), backend="numpy", peers=["right", "broken"]).rows
     assert [(row.milliseconds, row.ratio) for row in found] == [
         (2.0, 1.0),
         (pytest.approx(4.1), pytest.approx(2.05)),
@@ -160,26 +156,35 @@ def test_a_row_has_the_median_and_its_ratio_to_ours() -> None:
 # ---- comparing ---------------------------------------------------------------------------------------------------
 
 
-def test_results_are_checked_before_anyone_is_timed(peers: dict[str, Any]) -> None:
+def test_results_are_checked_before_anyone_is_timed(runs: dict[str, int]) -> None:
     report = compared(Case("attention", "forward", SMALL), backend="numpy", rounds=3)
     rows = {row.peer: row for row in report.rows}
     assert list(rows) == ["polyattn", "right", "wrong", "lost", "broken"]
     assert rows["polyattn"].ratio == rows["right"].ratio == 1.0
-    assert peers["right"].runs == 1 + 1 + 3 * (4 + 1)  # checked, looked at, and in each turn warmed up and timed
+    assert runs["right"] == 1 + 1 + 3 * (4 + 1)  # checked, looked at, and in each turn warmed up and timed
     for name in ("wrong", "lost", "broken"):
-        assert (rows[name].milliseconds, rows[name].ratio, peers[name].runs) == (None, None, 1)
+        assert (rows[name].milliseconds, rows[name].ratio, runs[name]) == (None, None, 1)
     assert rows["wrong"].error == pytest.approx(1e-3, rel=0.01)
     assert rows["wrong"].note == "not timed: its results differ from polyattn's by 1.0e-03"
     assert rows["lost"].error is None
     assert rows["broken"].note == "failed: MemoryError: no room"
 
 
-def test_a_peer_that_would_fill_the_memory_is_not_run(peers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fake, "scores_held", lambda self, case: 4)
+def test_a_reference_is_held_against_polyattn_too(runs: dict[str, int]) -> None:
+    case = Case("attention", "forward", SMALL)
+    off = {"out": 1.001 * pa.attention(*list(case.inputs().values())[:3], backend="numpy")}
+    rows = {row.peer: row for row in compared(case, backend="numpy", reference=lambda case: off).rows}
+    assert rows["wrong"].milliseconds == TURN
+    assert rows["wrong"].ratio is None
+    for name in ("polyattn", "right"):
+        assert rows[name].note == "not timed: its results differ from the reference by 1.0e-03"
+
+
+def test_a_peer_that_would_fill_the_memory_is_not_run(runs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_module, "available_memory", lambda: 4 * SMALL.scores * 4)
     row = compared(Case("attention", "forward", SMALL), backend="numpy", peers=["right"]).rows[1]
     assert row.note.startswith("not run: its scores would take")
-    assert peers["right"].runs == 0
+    assert runs["right"] == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -250,6 +255,27 @@ def test_memory_of_a_device_is_not_made_up() -> None:
         bench.peak_memory("plain-numpy", Case("attention", "forward", SMALL), "numpy", "cuda:0", 1)
 
 
+def test_memory_of_a_device_is_what_its_allocators_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"cupy": 512, "torch": 100, "peak": 9000}
+
+    def run() -> None:
+        held["cupy"] += 4096
+        held["peak"] = held["torch"] + 1000
+
+    pool = SimpleNamespace(free_all_blocks=lambda: held.update(cupy=256), total_bytes=lambda: held["cupy"])
+    cuda = SimpleNamespace(
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: held.update(peak=held["torch"]),
+        memory_allocated=lambda: held["torch"],
+        max_memory_allocated=lambda: held["peak"],
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert device_memory(run) == 4096 + 1000
+    monkeypatch.delitem(sys.modules, "torch")
+    assert device_memory(run) == 4096
+
+
 # ---- the command line --------------------------------------------------------------------------------------------
 
 
@@ -288,7 +314,7 @@ def test_json_is_one_object(command: Any, backend: str, untimed: list[dict[str, 
 
 
 def test_the_table_has_a_row_for_each_and_says_what_was_left_out(
-    command: Any, untimed: list[dict[str, Any]], peers: dict[str, Any]
+    command: Any, untimed: list[dict[str, Any]], runs: dict[str, int]
 ) -> None:
     shapes = ("--shape", "2,3,16,8", "--shape", "1,2,1:32,8")
     code, out, err = command("bench", "attention", *shapes, "--what", "forward", "--backend", "numpy", "--memory")
@@ -343,7 +369,7 @@ def test_bad_options_are_told(
 
 
 def test_a_peer_that_was_asked_for_has_to_be_there(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(bench.PEERS["jax"]), "library", "no_such_library")
+    monkeypatch.setitem(bench.PEERS, "jax", replace(bench.PEERS["jax"], library="no_such_library"))
     told = command("bench", "attention", "--peer", "jax", "--backend", "numpy").refused(1)
     assert told.endswith("peer 'jax': no_such_library is not installed: pip install \"polyattn[jax]\"")
 

@@ -21,7 +21,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
     def load(name: str) -> ModuleType:
-        for module in ("_common", "ceilings", "figures", "memory", "page", "targets"):
+        for module in ("_common", "ceilings", "figures", "page", "targets"):
             monkeypatch.delitem(sys.modules, module, raising=False)
         return __import__(name)
 
@@ -42,19 +42,19 @@ def report(task: str, what: str, peer: str, milliseconds: dict[str, tuple[float,
 
 def test_a_figure_is_the_median_of_the_ratios(script: Any) -> None:
     targets = script("targets")
-    target = next(t for t in targets.TARGETS if t.name == "numpy-torch-forward")
+    target = targets.TARGETS["numpy-torch-forward"]
     times = {"1,8,2048,64": (2.0, 1.8), "4,8,512,64": (2.0, 1.0), "1,8,4096,64": (2.0, 4.0)}
     found = targets.outcome(target, report("attention", "forward", "torch-sdpa", times))
     assert (found.measured, found.worst, found.worst_shape, found.reached) == (0.9, 0.5, "4,8,512,64", True)
     assert "≥ 0.8, aim 1" in targets.line(found)
     assert "0.90" in targets.line(found)
-    slower = targets.outcome(replace(target, least=0.95), report("attention", "forward", "torch-sdpa", times))
+    slower = targets.outcome(target._replace(least=0.95), report("attention", "forward", "torch-sdpa", times))
     assert "MISSED" in targets.line(slower)
 
 
 def test_the_overhead_is_a_difference(script: Any) -> None:
     targets = script("targets")
-    target = next(t for t in targets.TARGETS if t.name == "numpy-overhead")
+    target = targets.TARGETS["numpy-overhead"]
     found = targets.outcome(target, report("attention", "forward", "plain-numpy", {"1,1,4,8": (0.075, 0.0125)}))
     assert found.measured == pytest.approx(62.5)
     assert not found.reached
@@ -62,7 +62,7 @@ def test_the_overhead_is_a_difference(script: Any) -> None:
 
 def test_a_peer_that_was_not_timed_leaves_the_figure_unmeasured(script: Any) -> None:
     targets = script("targets")
-    target = next(t for t in targets.TARGETS if t.name == "numpy-jax-both")
+    target = targets.TARGETS["numpy-jax-both"]
     found = targets.outcome(target, report("attention", "both", "jax", {"1,8,2048,64": (2.0, None)}))
     assert (found.measured, found.reached) == (None, False)
     assert "not measured: 1,8,2048,64: failed: MemoryError: no" in targets.line(found)
@@ -87,15 +87,20 @@ def test_the_table_of_figures_is_measured_by_the_engine(
 
 
 def test_memory_is_held_against_its_bounds(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = script("memory")
+    targets = script("targets")
     mib = 2**20
     at = {8192: Memory(20 * mib, 16 * mib), 16384: Memory(90 * mib, 32 * mib)}
-    monkeypatch.setattr(memory, "peak_memory", lambda peer, case, *_: at[case.shape.n_k])
-    line = memory.measured("numpy", "forward", 16384, 1)
-    assert (line.beyond_mib, line.growth, line.reached) == (58.0, 4.5, False)
+    memory = targets.memory
+    monkeypatch.setattr(targets, "memory", lambda t, n: memory(t, n, lambda peer, case, *_: at[case.shape.n_k]))
+    forward, both = (targets.TARGETS[f"memory-numpy-{what}"] for what in ("forward", "both"))
+    found, _ = targets.measured(forward, 7, 1)
+    assert (found.measured, found.reached, found.notes) == (58.0, False, ("growth from n/2 4.50 (at most 2.2)",))
+    assert "≤ 64 MiB" in targets.line(found)
     at[8192] = Memory(45 * mib, 16 * mib)
-    assert memory.measured("numpy", "forward", 16384, 1).reached
-    assert memory.measured("numpy", "both", 16384, 1).beyond_mib == 58.0 - 0.5  # less the log-sum-exp
+    assert targets.measured(forward, 7, 1)[0].reached
+    assert targets.measured(both, 7, 1)[0].measured == 58.0 - 0.5  # less the log-sum-exp
+    at[16384] = Memory(97 * mib, 32 * mib)
+    assert not targets.measured(forward, 7, 1)[0].reached
 
 
 def test_a_ceiling_is_the_peer_against_the_bare_products(

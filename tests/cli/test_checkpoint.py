@@ -256,14 +256,10 @@ def test_the_file_is_as_readable_as_others(path: Path) -> None:
 
 
 def test_a_killed_writer_leaves_a_whole_file(path: Path) -> None:
-    code = (
-        "import sys, numpy as np\nfrom polyattn.checkpoint import write_tensors\n"
-        "for step in range(10**6):\n"
-        "    write_tensors(sys.argv[1], {'x': np.full(50_000, float(step))}, {'step': str(step)})\n"
-    )
+    program = Path(__file__).parents[1] / "programs" / "write_checkpoints.py"
     for delay in (0.0, 0.013, 0.029):
         before = path.read_bytes()
-        writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
+        writer = subprocess.Popen([sys.executable, program, path])
         deadline = time.monotonic() + 30
         while path.read_bytes() == before and time.monotonic() < deadline:
             time.sleep(0.002)

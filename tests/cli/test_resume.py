@@ -16,7 +16,7 @@ import pytest
 
 import polyattn as pa
 from polyattn.checkpoint import read_tensors, write_tensors
-from polyattn.training._task import PointerCopy
+from polyattn.training._samples import PointerCopy
 
 SMALL = ("--batch", 8, "--sequence", 4, "--width", 4, "--json")
 

@@ -18,10 +18,9 @@ from polyattn.registry import load
 from polyattn.training import _pictures
 from polyattn.training._config import Config
 from polyattn.training._measure import measure
-from polyattn.training._model import Model
+from polyattn.training._model import Model, inverse_sqrt
 from polyattn.training._progress import Reporter
-from polyattn.training._step import inverse_sqrt
-from polyattn.training._task import PointerCopy
+from polyattn.training._samples import PointerCopy
 
 KEYS = {
     "backend", "device", "dtype", "steps", "resumed_from", "seconds", "steps_per_second", "loss", "baseline_loss",

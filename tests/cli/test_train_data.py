@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from polyattn.checkpoint import read_tensors
-from polyattn.training._npz import Epochs
-from polyattn.training._task import PointerCopy
+from polyattn.training._samples import Epochs, PointerCopy
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((19, 5, 6)).astype(np.float32)

@@ -1,10 +1,5 @@
 """Devices: kept where the selection names none, gone to where it names one, and results come back to the inputs'."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import numpy as np
 import pytest
 
@@ -138,42 +133,7 @@ def test_the_variables_name_a_device(far, monkeypatch):
     assert pa.LayerNorm(4).device == "device2"
 
 
-def test_two_host_devices_of_jax():
+def test_two_host_devices_of_jax(program):
     """JAX numbers its host devices: cpu and cpu:1. Each computes what it was selected for; flags are true."""
     pytest.importorskip("jax", reason="jax is not installed")
-    code = """
-        import jax, numpy as np, polyattn as pa
-        F = pa.functional
-        info = next(info for info in pa.list_backends() if info.name == "jax")
-        assert info.devices == ("cpu", "cpu:1"), info.devices
-        host = np.arange(12, dtype=np.float32).reshape(3, 4)
-        first, second = (jax.device_put(host, device) for device in jax.devices())
-        with pa.transfers("forbid"):
-            y, cache = F.softmax_forward(second)
-            (dx,) = F.softmax_backward(y, cache)
-        assert y.devices() == dx.devices() == {jax.devices()[1]} and cache.place.device == "cpu:1"
-        with pa.use_backend("jax", device="cpu:1"), pa.transfers() as account:
-            y, cache = F.softmax_forward(first)
-            z = F.softmax(host)
-        assert y.devices() == {jax.devices()[0]} and cache.arrays[0].devices() == {jax.devices()[1]}
-        assert type(z) is np.ndarray and z.flags.writeable and account.count == 4
-        assert all(crossing.copied for crossing in account.crossings)
-        try: pa.attention(first, second, first)
-        except pa.BackendMismatchError as error: assert "q is jax on cpu, k is jax on cpu:1" in str(error), error
-        else: raise AssertionError
-        there = pa.to_backend(host, "jax", "cpu:1")
-        host[...] = 9
-        assert there[0, 1] == 1
-        layer = pa.Projection(4, 2, backend="jax", device="cpu:1")
-        assert layer(np.ones((1, 4), np.float32)).shape == (1, 2)
-        assert jax.jit(layer)(second).devices() == {jax.devices()[1]}
-        print("done")
-    """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **flags, "POLYATTN_BACKEND": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == "done", done.stderr
+    program("jax_two_devices", XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")

@@ -1,9 +1,6 @@
 """Threads and processes: ten at once get their own products, and a fork goes on on both sides."""
 
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 
 import numpy as np
@@ -69,28 +66,9 @@ def test_a_layer_in_ten_threads(place):
     run_at_once(work, 10)
 
 
-def test_every_backend_first_met_by_sixteen_threads(place):
+def test_every_backend_first_met_by_sixteen_threads(place, program):
     """Nothing is loaded yet: discovery, loading and the first call are made by all at once."""
-    code = f"""
-        import threading, numpy as np, polyattn as pa
-        gate, faults = threading.Barrier(16), []
-        x = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
-        def work():
-            gate.wait()
-            try:
-                with pa.use_backend({place!r}):
-                    y, cache = pa.attention_forward(x, x, x)
-                    pa.attention_backward(y, cache)
-                assert type(y) is np.ndarray
-            except BaseException as fault:
-                faults.append(fault)
-        threads = [threading.Thread(target=work) for _ in range(16)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-        print(faults)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stderr + done.stdout
+    program("first_met", place)
 
 
 def test_refreshing_under_way():
@@ -111,32 +89,6 @@ def test_refreshing_under_way():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("selection", ["", "numpy"])
-def test_fork(selection):
+def test_fork(selection, program):
     """A large product and attention in the parent, attention in the child, again in the parent: all end, all right."""
-    code = """
-        import os, sys, signal, numpy as np, polyattn as pa
-        rng = np.random.default_rng(0)
-        x = rng.standard_normal((2, 64, 32))
-        a = rng.standard_normal((512, 512))
-        a @ a
-        def attend():
-            out, cache = pa.attention_forward(x, x, x, causal=True)
-            return np.concatenate([out, *pa.attention_backward(out, cache)[:3]])
-        serial = attend()
-        child = os.fork()
-        if child == 0:
-            signal.alarm(30)
-            a @ a
-            os._exit(0 if np.array_equal(attend(), serial) else 1)
-        signal.alarm(30)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), np.array_equal(attend(), serial))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "POLYATTN_BACKEND": selection},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.strip() == "0 True", done.stderr
+    program("fork", POLYATTN_BACKEND=selection)

@@ -14,7 +14,9 @@ import polyattn as pa
 torch = pytest.importorskip("torch", reason='pip install "polyattn[torch]"')
 transformers = pytest.importorskip("transformers", reason="nox -s interop, which installs it")
 
-from polyattn.interop import transformers as interop  # noqa: E402  # below what may skip
+from transformers import masking_utils as masking  # noqa: E402  # below what may skip
+
+from polyattn.interop import transformers as interop  # noqa: E402
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "hidden_size": 32}
 GROUPED = {**HEADS, "num_key_value_heads": 2, "intermediate_size": 37}
@@ -149,7 +151,7 @@ def test_weights_when_they_are_asked_for() -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 5))
     assert (weights.triu(1) == 0).all()
     assert out.shape == (1, 5, 4, 4)
-    assert interop.attention_forward(module, q, k, v, None)[1] is None
+    assert interop.attention_forward(module, q, k, v, None, is_causal=True)[1] is None
 
 
 def test_exclusion_written_as_a_number() -> None:
@@ -172,9 +174,89 @@ def test_dropout_follows_torchs_seed() -> None:
     assert not torch.equal(outs[0], outs[2])
 
 
+def test_is_causal_comes_from_the_argument_or_the_module_and_is_not_guessed() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    module = torch.nn.Identity()
+    with pytest.raises(pa.ArgumentError, match="is_causal: expected True or False, or an attention_mask; Identity"):
+        interop.attention_forward(module, q, q, q, None)
+    for causal in (True, False):
+        module.is_causal = causal  # type: ignore[assignment]  # torch takes any attribute
+        out, _ = interop.attention_forward(module, q, q, q, None)
+        torch.testing.assert_close(out.transpose(1, 2), pa.attention(q, q, q, causal=causal))
+        out, _ = interop.attention_forward(module, q, q, q, None, is_causal=not causal)
+        torch.testing.assert_close(out.transpose(1, 2), pa.attention(q, q, q, causal=not causal))
+
+
+@pytest.mark.parametrize("name", ["Splinter", "ClapText", "AlignText", "MarkupLM", "LayoutLM"])
+def test_an_encoder_whose_attention_has_no_is_causal_sees_to_the_right(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=10,
+        initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    assert not hasattr(model.encoder.layer[0].attention.self, "is_causal")
+    ids = torch.tensor([[1, 2, 3, 4], [1, 5, 3, 4]])
+    for inputs in ({}, {"attention_mask": torch.ones_like(ids)}):
+        states = []
+        for implementation in ("eager", "polyattn"):
+            model.set_attn_implementation(implementation)
+            states.append(model(ids, **inputs).last_hidden_state[:, 0].detach())
+        eager, ours = states
+        assert (eager[0] - eager[1]).abs().max() > 1e-3
+        torch.testing.assert_close(ours, eager, rtol=0, atol=1e-6)
+
+
+def test_masks_are_eagers_and_hold_no_numbers_until_they_are_read() -> None:
+    causal = {"batch_size": 2, "q_length": 3, "kv_length": 3}
+    decode = {"batch_size": 2, "q_length": 1, "kv_length": 3, "q_offset": 2}
+    padded = {**causal, "attention_mask": torch.tensor([[False, True, True], [True, True, True]])}
+    full = {**causal, "mask_function": masking.bidirectional_mask_function, "allow_is_causal_skip": False}
+    for arguments in (causal, decode, padded, full):
+        ours = masking.ALL_MASK_ATTENTION_FUNCTIONS["polyattn"](**arguments)
+        eager = masking.eager_mask(**arguments)
+        assert ours.numbers is None
+        assert ours.shape == eager.shape
+        torch.testing.assert_close(ours + 0, eager)
+        torch.testing.assert_close(ours[..., :2], eager[..., :2])
+    skipped = {**full, "allow_is_bidirectional_skip": True}
+    assert masking.eager_mask(**skipped) is masking.ALL_MASK_ATTENTION_FUNCTIONS["polyattn"](**skipped) is None
+
+
+@torch.no_grad()
+def test_layers_compiled_one_by_one_take_the_masks() -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)).eval()
+    inputs, counts = batch(model)
+    every = ({"input_ids": inputs["input_ids"]}, inputs)
+    model.set_attn_implementation("eager")
+    eager = [model(**given).logits for given in every]
+    model.set_attn_implementation("polyattn")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for given, expected in zip(every, eager, strict=True):
+        torch.testing.assert_close(model(**given).logits[counts], expected[counts], rtol=0, atol=1e-5)
+
+
+def test_what_a_model_writes_into_its_mask_counts() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    forward = transformers.AttentionInterface()["polyattn"]
+    mask = masking.ALL_MASK_ATTENTION_FUNCTIONS["polyattn"](batch_size=1, q_length=3, kv_length=3)
+    torch.testing.assert_close(
+        forward(torch.nn.Identity(), q, q, q, mask)[0].transpose(1, 2), pa.attention(q, q, q, causal=True)
+    )
+    assert mask.numbers is None
+    mask[..., 2, 0] = torch.finfo(torch.float32).min
+    allowed = torch.tensor([[True, False, False], [True, True, False], [False, True, True]])
+    torch.testing.assert_close(
+        forward(torch.nn.Identity(), q, q, q, mask)[0].transpose(1, 2), pa.attention(q, q, q, mask=allowed)
+    )
+
+
 def test_what_is_not_understood_is_refused() -> None:
     q = torch.randn(1, 2, 8, 4)
-    with pytest.raises(pa.ArgumentError, match="polyattn does not know this model's block_mask"):
-        interop.attention_forward(torch.nn.Identity(), q, q, q, None, block_mask=object())
+    for name, reason in interop.UNKNOWN.items():
+        with pytest.raises(pa.ArgumentError, match=f"polyattn does not know this model's {name}.*{reason}"):
+            interop.attention_forward(torch.nn.Identity(), q, q, q, None, is_causal=False, **{name: object()})
     with pytest.raises(pa.UnknownBackendError):
         interop.register("nowhere", backend="nowhere")

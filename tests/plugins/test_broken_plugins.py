@@ -23,6 +23,11 @@ BROKEN = {
     "not-a-backend": ("backend = object()", "is not an instance of polyattn.backend.Backend but <object"),
     "a-class": ({"after": "backend = Fake"}, "is not an instance of polyattn.backend.Backend"),
     "of-tomorrow": ({"after": "Fake.api_version = 99"}, "version 99 of the backend contract"),
+    "of-version-1": (
+        {"after": "Fake.viewable = lambda self, x: True\nFake.on_host = lambda self, x: True"},
+        "version 1 of the backend contract, this polyattn version 2; install matching versions of acme-arrays and "
+        "polyattn, or replace viewable by shares(x); on_host by state(x).readable",
+    ),
     "misnamed": ({"called": "something-else"}, "calls itself 'something-else', its entry point 'misnamed'"),
     "nameless": ({"after": "del Fake.name"}, "AttributeError"),
 }
@@ -84,7 +89,7 @@ def test_arrays_of_a_broken_plugin_say_so(site):
     registry.refresh()
     import mylib
 
-    mylib.backend.api_version = 2  # it was imported by the user, but polyattn has not loaded it yet
+    mylib.backend.api_version = 3  # it was imported by the user, but polyattn has not loaded it yet
     with pytest.raises(pa.BackendUnavailableError, match="mylib-plugin"):
         pa.functional.softmax(X.view(mylib.Array))
 

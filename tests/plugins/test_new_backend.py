@@ -205,7 +205,7 @@ def test_the_example_is_the_skeleton_and_what_its_library_needs():
     plugin = "src/polyattn_mlx/__init__.py"
     # MLX raises no warnings, and an array that DLPack shows is its own: there the contract's own words will do.
     left_out = members(skeleton[plugin]) - members((example / plugin).read_text(encoding="utf-8"))
-    assert left_out == {"scope", "viewable"}
+    assert left_out == {"scope", "shares"}
 
 
 def imports(source, *, everywhere):

@@ -65,7 +65,7 @@ def test_without_a_declaration_hooks_and_library_are_asked() -> None:
 
 def test_what_goes_wrong_when_a_library_is_asked_is_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Modest()
-    monkeypatch.setattr(Modest, "on_host", lambda self, x: 1 / 0)
+    monkeypatch.setattr(Modest, "state", lambda self, x: 1 / 0)
     found = features_of(backend)
     assert found.keys() == FEATURES.keys()
     assert found["values"] == (None, "asking for it raised ZeroDivisionError: division by zero")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,62 +125,13 @@ def test_a_bad_number_of_threads(value: str, monkeypatch: pytest.MonkeyPatch) ->
         pa.attention(q, k, v)
 
 
-FORKED = """
-import os, threading
-import numpy as np
-from threadpoolctl import threadpool_limits
-from polyattn_numpy import _blocked, _threads
-import polyattn as pa
-
-_blocked.WORTHWHILE, _blocked.thread_count = 0, lambda: 2
-threadpool_limits(2, user_api="blas")
-q = np.random.default_rng(0).standard_normal((1, 4, 300, 16)).astype(np.float32)
-want = pa.attention(q, q, q)
-
-held, release = threading.Event(), threading.Event()
-def work(_):
-    held.set()
-    release.wait()
-caller = threading.Thread(target=_threads.run, args=(lambda: work, range(1), 1))
-caller.start()
-held.wait()
-child = os.fork()  # while another thread holds the BLAS, and with threads in the pool
-if child == 0:
-    alone = _threads._blas_threads() == 2 and np.array_equal(pa.attention(q, q, q), want)
-    os._exit(0 if alone and _threads._blas_threads() == 2 else 1)
-_, status = os.waitpid(child, 0)
-release.set()
-caller.join()
-assert os.waitstatus_to_exitcode(status) == 0
-assert _threads._blas_threads() == 2
-assert np.array_equal(pa.attention(q, q, q), want)
-"""
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_after_a_fork() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], timeout=60, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_after_a_fork(program: Any) -> None:
+    program("fork_with_threads")
 
 
-AT_EXIT = """
-import atexit
-import numpy as np
-from polyattn_numpy import _blocked
-import polyattn as pa
-
-_blocked.WORTHWHILE, _blocked.thread_count = 0, lambda: 2
-q = np.zeros((1, 4, 300, 16), dtype=np.float32)
-pa.attention(q, q, q)
-atexit.register(lambda: print(pa.attention(q, q, q).shape))
-"""
-
-
-def test_at_the_interpreters_exit_it_works_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], timeout=60, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "(1, 4, 300, 16)"), done.stderr
+def test_at_the_interpreters_exit_it_works_alone(program: Any) -> None:
+    assert program("at_exit") == "(1, 4, 300, 16)"
 
 
 def test_nothing_is_warned_about_in_any_thread(threads: None) -> None:

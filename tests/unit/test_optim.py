@@ -107,6 +107,27 @@ def test_adamw_follows_the_formula_over_many_steps():
     assert state["step"] == 30
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("eps_root", [0.0, 1e-6])
+def test_a_state_of_squares_goes_on_bit_for_bit(dtype, eps_root):
+    """Ordinary gradients have the arithmetic that they always had, and their state is m and v."""
+    b1, b2, lr, decay, eps = 0.9, 0.999, 0.02, 0.1, 1e-8
+    adamw, rng = AdamW(lr, eps=eps, eps_root=eps_root, weight_decay=decay), np.random.default_rng(0)
+    theta, m, v = (x.astype(dtype) for x in (rng.normal(size=64), rng.normal(size=64) / 9, rng.random(64) / 9))
+    params, state = {"p": theta}, {"mean.p": m, "square.p": v, "step": np.asarray(7, np.int32)}
+    for step in range(7, 12):
+        g = (rng.normal(size=64) * 10.0 ** rng.integers(-12, 12, 64)).astype(dtype)
+        params, state = adamw.update({"p": g}, state, params)
+        t = dtype(step + 1)
+        of_mean, of_square = (-np.expm1(t * dtype(math.log(beta))) for beta in (b1, b2))
+        m, v = m * b1 + g * (1 - b1), v * b2 + g * g * (1 - b2)
+        denominator = np.sqrt(v + of_square * dtype(eps_root)) + np.sqrt(of_square) * dtype(eps)
+        factor = dtype(lr) * np.sqrt(of_square) / of_mean
+        theta = theta - (m / denominator * factor + theta * (dtype(lr) * dtype(decay)))
+        for got, want in ((params["p"], theta), (state["mean.p"], m), (state["square.p"], v)):
+            np.testing.assert_array_equal(got, want, strict=True)
+
+
 def test_adamw_corrects_the_bias_to_float32_accuracy():
     # 1 - 0.999 as such keeps four digits in float32, and the first update would be off by 7e-6.
     theta, _ = one_update(AdamW(1.0, eps=0.0, weight_decay=0.0), [0.0], [0.25], np.float32)

@@ -82,19 +82,19 @@ def test_shapes_that_differ():
 @pytest.mark.parametrize("dtype", [np.int64, np.complex128, np.bool_])
 def test_parameters_that_are_not_floating(dtype):
     params, adamw = {"a": np.ones(2, dtype=dtype)}, AdamW(0.1)
-    with pytest.raises(DTypeError, match=rf"params\['a'\]: expected one of float16.*got {np.dtype(dtype).name}"):
+    with pytest.raises(DTypeError, match=rf"params\['a'\]: expected a floating dtype.*got {np.dtype(dtype).name}"):
         adamw.init(params)
     good = {"a": np.ones(2)}
-    with pytest.raises(DTypeError, match=r"grads\['a'\]: expected one of"):
+    with pytest.raises(DTypeError, match=r"grads\['a'\]: expected a floating dtype"):
         adamw.update(params, adamw.init(good), good)
-    with pytest.raises(DTypeError, match=r"grads\['a'\]: expected one of"):
+    with pytest.raises(DTypeError, match=r"grads\['a'\]: expected a floating dtype"):
         clip_by_global_norm(params, 1.0)
 
 
 def test_state_of_another_dtype():
     adamw, params = AdamW(0.1), {"a": np.ones(2, dtype=np.float32)}
     state = adamw.init(params)
-    with pytest.raises(DTypeError, match=r"state\['mean\.a'\]: expected float32, got float64"):
+    with pytest.raises(DTypeError, match=r"state\['mean\.a'\]: expected float32, .*, got float64"):
         adamw.update(params, {**state, "mean.a": np.zeros(2)}, params)
     with pytest.raises(DTypeError, match=r"state\['step'\]: expected int32, got float64"):
         adamw.update(params, {**state, "step": np.asarray(0.0)}, params)
@@ -102,7 +102,7 @@ def test_state_of_another_dtype():
 
 @pytest.mark.parametrize("value", [[1.0, 2.0], 1.0, None])
 def test_what_is_no_array(value):
-    with pytest.raises(DTypeError, match=rf"params\['a'\]: expected an array, got {type(value).__name__}"):
+    with pytest.raises(BackendMismatchError, match=rf"params\['a'\]: expected an array, got {type(value).__name__}"):
         AdamW(0.1).init({"b": np.ones(2), "a": value})
 
 
@@ -110,13 +110,15 @@ def test_libraries_and_devices_do_not_mix():
     strict = pytest.importorskip("array_api_strict", reason="array-api-strict is not installed: no second library")
     params, foreign = {"a": np.ones(2)}, {"a": strict.ones(2)}
     sgd = SGD(0.1)
-    expected = r"one library, got params\['a'\]: numpy ndarray, grads\['a'\]: array_api_strict Array"
+    expected = r"one library and device, got: params\['a'\] is numpy on cpu, grads\['a'\] is array-api-strict on cpu"
     with pytest.raises(BackendMismatchError, match=expected):
         sgd.update(foreign, sgd.init(params), params)
     with pytest.raises(BackendMismatchError, match=r"lr: .*got numpy ndarray"):
         SGD(lambda step: np.zeros(())).update(foreign, sgd.init(foreign), foreign)
     elsewhere = {"a": strict.ones(2, device=strict.Device("device1"))}
-    with pytest.raises(BackendMismatchError, match=r"one device, got params\['a'\]: .*CPU.*, grads\['a'\]: .*device1"):
+    with pytest.raises(
+        BackendMismatchError, match=r"device, got: params\['a'\] is .* on cpu, grads\['a'\] is .* on device1"
+    ):
         sgd.update(elsewhere, sgd.init(foreign), foreign)
     state = sgd.init(elsewhere)
     assert state["step"].device == elsewhere["a"].device

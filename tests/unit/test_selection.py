@@ -1,7 +1,5 @@
 """Which backend computes: five levels, each of its own reach, by name and device."""
 
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import numpy as np
@@ -181,14 +179,6 @@ def test_empty_variables_are_unset_ones(monkeypatch, device):
     assert pa.get_backend() is None
 
 
-def test_variables_are_read_at_use():
+def test_variables_are_read_at_use(program):
     """Neither at import, where a wrong one would stop programs that do not need it, nor once and for all."""
-    code = (
-        "import os, numpy, polyattn as pa\n"
-        "try: pa.attention(*[numpy.ones((2, 2))] * 3)\n"
-        "except pa.UnknownBackendError: print('refused')\n"
-        f"os.environ['{BACKEND_VARIABLE}'] = 'numpy'; print(pa.get_backend().source)\n"
-        f"del os.environ['{BACKEND_VARIABLE}']; print(pa.get_backend())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env={BACKEND_VARIABLE: "nunpy"}, capture_output=True, text=True)
-    assert done.stdout.split() == ["refused", BACKEND_VARIABLE, "None"], done.stderr
+    assert program("variables_at_use", POLYATTN_BACKEND="nunpy").split() == ["refused", BACKEND_VARIABLE, "None"]

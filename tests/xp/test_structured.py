@@ -44,13 +44,13 @@ def test_every_case_and_kernel(name, tiny, backend, contract, make, to_np):
 
 def visited(monkeypatch, n, tile=(4, 4), **arguments):
     """Return the first query and key of each tile that is computed, and those of the tiles without a mask."""
-    from polyattn.backend import Place
-    from polyattn.functional._arguments import checked, make_problem
+    from polyattn.functional._arguments import checked_call, make_problem
 
     monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: tile)
     x = np.ones((1, n, 4))
-    arrays, settings = checked(x, x, x, **arguments)
-    problem = make_problem(Place(pa.registry.ready("numpy"), "cpu"), tuple(arrays.values()), settings)
+    arrays, options = checked_call(x, x, x, **arguments)
+    given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
+    problem = make_problem(pa.registry.ready("numpy"), x, "cpu", **given)
     tiles = [(tuple(tile), loop.whole) for loop in loops(problem) for tile in loop.tiles]
     return {tile for tile, _ in tiles}, {tile for tile, whole in tiles if whole}
 

@@ -163,11 +163,11 @@ def test_every_score_is_in_one_tile():
 
 
 def _problem(q, k, **arguments):
-    from polyattn.backend import Place
-    from polyattn.functional._arguments import checked, make_problem
+    from polyattn.functional._arguments import checked_call, make_problem
 
-    arrays, settings = checked(q, k, k, **arguments)
-    return make_problem(Place(pa.registry.ready("numpy"), "cpu"), tuple(arrays.values()), settings)
+    arrays, options = checked_call(q, k, k, **arguments)
+    given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
+    return make_problem(pa.registry.ready("numpy"), q, "cpu", **given)
 
 
 def test_memory_grows_with_the_length_not_its_square():

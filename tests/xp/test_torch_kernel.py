@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import polyattn as pa
-from polyattn.backend import Place
-from polyattn.functional._arguments import checked, make_problem
+from polyattn.functional._arguments import checked_call, make_problem
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
@@ -63,8 +62,10 @@ def run(inputs, dout, dlse=None, kernel="fused", **arguments):
 
 
 def problem_of(*shapes, dtype=torch.float32, device=None, **arguments):
-    arrays, settings = checked(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes), **arguments)
-    return make_problem(Place(pa.registry.ready("torch"), device or "cpu"), tuple(arrays.values()), settings)
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    arrays, options = checked_call(q, k, v, **arguments)
+    given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
+    return make_problem(pa.registry.ready("torch"), q, device or "cpu", **given)
 
 
 @pytest.mark.parametrize("bands", ["whole", "narrow"])
@@ -346,7 +347,7 @@ class TestFollowed:
         out, cache = pa.attention_forward(*leaves, causal=True)
         assert cache.kernel == "fused"
         assert out.grad_fn is None
-        assert all(x is None or x.grad_fn is None for x in cache.arrays)
+        assert all(x is None or x.grad_fn is None for x in pa.backend.flatten(cache)[0])
 
     def test_autograd_runs_the_fused_backward(self, handed):
         leaves = [x.requires_grad_() for x in tensors(*[(1, 2, 5, 4)] * 3)]

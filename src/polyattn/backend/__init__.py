@@ -33,14 +33,17 @@ from ..kernels import (
     AttentionGrads,
     Kernel,
     Problem,
+    Record,
     RowStatistics,
     Sizes,
+    Structure,
     StructuredBias,
     StructuredMask,
     TiledKernel,
     allowed_in,
     dtype_name,
     expand,
+    flatten,
     statistics_of_lse,
     unbroadcast,
 )
@@ -48,16 +51,18 @@ from ..kernels._backward_vjp import backward_vjp as attention_backward_vjp
 from ..kernels._jvp import Tangents
 from ..kernels._jvp import jvp as attention_tangents
 from ._cache import Cache, Place
-from ._contract import API_VERSION, Backend, Status
+from ._contract import API_VERSION, READY, ArrayState, Backend, Status
 from ._features import FEATURES, Feature, Finding, feature_of, features_of
 
 __all__ = [
     "API_VERSION",
     "FEATURES",
+    "READY",
     "THREEFRY",
     "AlibiBias",
     "ArgumentError",
     "Array",
+    "ArrayState",
     "AttentionGrads",
     "Backend",
     "BackendMismatchError",
@@ -71,10 +76,12 @@ __all__ = [
     "Place",
     "PolyattnError",
     "Problem",
+    "Record",
     "RowStatistics",
     "ShapeError",
     "Sizes",
     "Status",
+    "Structure",
     "StructuredBias",
     "StructuredMask",
     "Tangents",
@@ -86,6 +93,7 @@ __all__ = [
     "expand",
     "feature_of",
     "features_of",
+    "flatten",
     "statistics_of_lse",
     "unbroadcast",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from ..kernels import Array, RowStatistics
+from ..kernels import Array, Record, RowStatistics
 from ._contract import Backend
 
 __all__ = ["Cache", "Place"]
@@ -25,26 +25,32 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cache:
-    """What a forward pass leaves for its backward: arrays and static settings, nothing else.
+class Cache(Record):
+    """What a forward pass leaves for its backward: arrays and static values, nothing else.
 
-    ``place`` is the backend and device that computed it, ``kernel`` the attention
-    kernel; its backward runs there, whatever is selected by then. ``home`` is
-    where the inputs came from and where their gradients go. Inputs and results
-    are referred to, not copied: changing either before the backward is undefined.
+    ``place`` is the backend and device that computed it, ``kernel`` the name of the attention kernel; its backward
+    runs there, whatever is selected by then. ``home`` is where the inputs came from and where their gradients go.
+    Inputs and results are referred to, not copied: changing either before the backward is undefined.
     """
 
     op: str
-    arrays: tuple[Any, ...]
-    static: tuple[tuple[str, Any], ...]
+    saved: Any
+    """The record that the operation's native forward returned for its backward."""
     place: Place
     home: Place
+    y_shape: tuple[int, ...]
+    y_dtype: str
+    """Shape and dtype of the result, which an upstream gradient must have."""
     kernel: str | None = None
-    lse: Array = field(default=None, repr=False)
     row_statistics: RowStatistics | None = field(default=None, repr=False)
+    """Of attention: what the softmax of each row was divided by, in the inputs' library."""
 
-    DATA_FIELDS: ClassVar[tuple[str, ...]] = ("arrays", "lse", "row_statistics")
-    STATIC_FIELDS: ClassVar[tuple[str, ...]] = ("op", "static", "place", "home", "kernel")
+    ARRAYS: ClassVar[tuple[str, ...]] = ("saved", "row_statistics")
+
+    @property
+    def lse(self) -> Array:
+        """Of attention: the log-sum-exp of each row of scores, in the inputs' library."""
+        return None if self.row_statistics is None else self.row_statistics.lse
 
     def __repr__(self) -> str:
         return f"<cache of {self.op} on {self.place}>"

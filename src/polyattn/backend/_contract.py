@@ -9,17 +9,17 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from ..errors import DTypeError
 from ..kernels import Array, Kernel
 
-__all__ = ["API_VERSION", "Backend", "Status"]
+__all__ = ["API_VERSION", "READY", "ArrayState", "Backend", "Status"]
 
-API_VERSION = 1
-"""The version of this contract. A plugin that names another one is reported as broken."""
+API_VERSION = 2
+"""The version of this contract. A plugin that names another one is reported as broken, with what to change."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,20 @@ class Status:
     version: str = ""
     reason: str = ""
     install: str = ""
+
+
+class ArrayState(NamedTuple):
+    """What can be done with an array besides computing with it."""
+
+    unusable: str | None = None
+    """Why polyattn cannot compute with it ("is masked", "is sparse"), or None."""
+    captive: str | None = None
+    """Why it may not leave its library ("is being traced", "requires gradients"), or None."""
+    readable: bool = True
+    """Whether its values can be read without waiting for a device or breaking a trace."""
+
+
+READY = ArrayState()
 
 
 class Backend:
@@ -58,6 +72,8 @@ class Backend:
     One that neither the library nor an unused hook tells of belongs here; of the others it may say why. The
     conformance kit fails where the library has what is declared lacking, or lacks what is not.
     """
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    """Which checks of the conformance kit the library is known to fail, each with the reason; one that passes fails."""
 
     def status(self) -> Status:
         """Say whether the library can be used here: it is there, and importing it goes well. It must not raise."""
@@ -91,7 +107,7 @@ class Backend:
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
         """Return ``x`` as an array of this library on ``device``.
 
-        ``x`` is an array of this library, a NumPy array for which :meth:`takes`
+        ``x`` is an array of this library, a NumPy array for which :meth:`shares`
         is true, or an array on a device that both libraries address. ``copy`` is
         the standard's: True always, False never (ValueError where it cannot be
         avoided), None where it must.
@@ -112,13 +128,15 @@ class Backend:
         """Return ``x`` on the host, without a copy where it lies there; it may be read-only."""
         return np.asarray(np.from_dlpack(x))
 
-    def viewable(self, x: Array) -> bool:
-        """Say whether :meth:`to_numpy` shows the memory of ``x`` itself; where not, it gives a copy."""
-        return self.device_of(x) == "cpu"
+    def shares(self, x: Array) -> bool:
+        """Say whether ``x`` crosses between this library and NumPy without a copy.
 
-    def takes(self, x: np.ndarray[Any, Any]) -> bool:
-        """Say whether ``asarray`` can share the memory of this NumPy array. If not, it is handed a packed copy."""
-        return x.flags.c_contiguous and x.flags.aligned and x.flags.writeable and x.dtype.isnative
+        ``x`` is an array of this library, whose memory :meth:`to_numpy` would show, or a NumPy array, whose memory
+        :meth:`asarray` would use. A NumPy array for which this is false is handed over as a packed copy.
+        """
+        if isinstance(x, np.ndarray):
+            return x.flags.c_contiguous and x.flags.aligned and x.flags.writeable and x.dtype.isnative
+        return self.device_of(x) == "cpu"
 
     def dtype(self, name: str) -> Any:
         """Return the library's dtype of that name; :class:`DTypeError` where it has none (or has it switched off)."""
@@ -127,17 +145,9 @@ class Backend:
             raise DTypeError(f"{self.name} has no dtype {name!r}")
         return dtype
 
-    def pinned(self, x: Array) -> str | None:
-        """Return why ``x`` may not leave this library ("is being traced", "requires gradients"), or None."""
-        return None
-
-    def unfit(self, x: Array) -> str | None:
-        """Return why polyattn cannot compute with ``x`` ("is masked", "is sparse"), or None."""
-        return None
-
-    def on_host(self, x: Array) -> bool:
-        """Say whether the values of ``x`` can be looked at without waiting for a device or breaking a trace."""
-        return True
+    def state(self, x: Array) -> ArrayState:
+        """Say what can be done with ``x``: compute with it, take it to another library, read its values."""
+        return READY
 
     # ---- computation hooks, each with a fallback that uses only the standard ------------------------------------
 
@@ -153,11 +163,10 @@ class Backend:
         return function
 
     def register(self, kind: type) -> None:
-        """Let a dataclass or a layer of polyattn's cross the compiler's boundary; the fallback compiles nothing.
+        """Let instances of a class cross the compiler's boundary; the fallback compiles nothing.
 
-        Of a dataclass ``DATA_FIELDS`` name the fields that are arrays, ``STATIC_FIELDS`` the others. A layer's
-        ``flattened()`` gives its arrays and the rest, which has their ``names`` and can be looked up, and
-        ``kind.unflattened(rest, arrays)`` a layer.
+        ``x.flattened()`` gives the arrays of an instance and a structure, which can be hashed and compared and has the
+        ``names`` of the arrays; ``kind.unflattened(structure, arrays)`` gives an instance.
         """
 
     def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
@@ -186,26 +195,22 @@ class Backend:
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Return ``x`` with ``value`` written from ``start`` on along ``axis``; ``x`` may be reused for it.
 
-        A one-dimensional ``start``, of NumPy's integers or traced, has one for each entry of the first axis.
+        A one-dimensional ``start``, of NumPy's integers or traced, has one for each entry of the first axis. This
+        method writes those one by one, and returns ``x`` itself where each was written in place.
         """
         xp = self.namespace()
         if getattr(start, "ndim", 0) == 1:
-            entries = zip(range(x.shape[0]), start.tolist(), strict=True)  # type: ignore[union-attr]  # an array
-            rows = [self.update_slice(x[i, ...], value[i, ...], at, axis % x.ndim - 1) for i, at in entries]
-            return xp.stack(rows)
+            starts = start.tolist()  # type: ignore[union-attr]  # an array
+            views = [x[i, ...] for i in range(x.shape[0])]
+            rows = [
+                self.update_slice(view, value[i, ...], at, axis % x.ndim - 1)
+                for i, (view, at) in enumerate(zip(views, starts, strict=True))
+            ]
+            return x if all(row is view for row, view in zip(rows, views, strict=True)) else xp.stack(rows)
         stop = start + value.shape[axis]
         before = (slice(None),) * (axis % x.ndim)
         head, tail = x[(*before, slice(0, start), ...)], x[(*before, slice(stop, None), ...)]
         return xp.concat([head, value, tail], axis=axis)
-
-    def write_entries(self, x: Array, value: Array, starts: Any, axis: int) -> Array:
-        """Write each entry of the first axis from its own start on: ``update_slice`` of a library that writes in place.
-
-        ``starts`` is a one-dimensional array of NumPy's integers.
-        """
-        for entry, part, start in zip(x, value, starts.tolist(), strict=True):
-            self.update_slice(entry, part, start, axis % x.ndim - 1)
-        return x
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:
         """Return ``x`` with ``value[i]`` added to row ``index[i]``, repeated rows summed."""
@@ -217,24 +222,14 @@ class Backend:
 
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
-    ) -> Callable[..., Array]:
+    ) -> Callable[..., Array] | None:
         """Return ``y = op(*arrays)`` that the library's own differentiation can go through.
 
-        ``forward(*arrays)`` gives ``(y, saved)`` with ``saved`` a tuple of arrays,
-        ``backward(dy, saved)`` a gradient for each array; both are to be run in
-        :meth:`scope`. The fallback, for a library that does not differentiate,
-        forgets what was saved.
+        ``forward(*arrays)`` gives ``(y, saved)`` with ``saved`` a record, of which :func:`polyattn.backend.flatten`
+        gives the arrays; ``backward(dy, saved)`` gives a gradient or None for each array. Both are to be run in
+        :meth:`scope`. The fallback, None, is for a library that does not differentiate.
         """
-
-        def call(*arrays: Array) -> Array:
-            with self.scope():
-                return forward(*arrays)[0]
-
-        return call
+        return None
 
     def synchronize(self, *arrays: Array) -> None:
         """Wait until the arrays are computed. The fallback is for libraries that compute at once."""
-
-    def imported(self) -> bool:
-        """Say whether the library is imported already; where it is not, no array can be its own."""
-        return any(module in sys.modules for module in self.array_modules)

@@ -103,8 +103,8 @@ def shares_memory(backend: Backend) -> str | None:
     memory = np.zeros(64, np.float32)
     for start in range(0, 32, 4):
         x = memory[start : start + 4]
-        there = backend.asarray(x, None) if backend.takes(x) else None
-        if there is None or not (backend.viewable(there) and np.shares_memory(backend.to_numpy(there), x)):
+        there = backend.asarray(x, None) if backend.shares(x) else None
+        if there is None or not (backend.shares(there) and np.shares_memory(backend.to_numpy(there), x)):
             return "an array of NumPy's is copied"
     return None
 
@@ -126,7 +126,7 @@ def writes_in_place(backend: Backend) -> str | None:
 
 def shows_values(backend: Backend) -> str | None:
     """Ask whether an array may be looked at."""
-    return None if backend.on_host(sample(backend)) else "its values are not looked at"
+    return None if backend.state(sample(backend)).readable else "its values are not looked at"
 
 
 def compiles(backend: Backend) -> str | None:

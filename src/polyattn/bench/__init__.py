@@ -1,16 +1,11 @@
-"""The engine of ``polyattn bench`` and of the scripts in ``benchmarks/``.
-
-:func:`compare` times polyattn on a backend against its peers, :func:`peak_memory`
-measures the memory of one call. Nothing here is imported with polyattn.
-"""
+"""The engine of ``polyattn bench`` and of the scripts in ``benchmarks/``. Nothing here is imported with polyattn."""
 
 from ._case import TASKS, Case, Shape, parse_shape
-from ._compare import compare
+from ._compare import Report, Row, compare
 from ._memory import Memory, peak_memory
-from ._peers import JITTED, PEERS
+from ._peers import JITTED, OURS, PEERS
 from ._picture import draw, writable
 from ._race import race
-from ._report import OURS, Report, Row
 from ._threads import cores
 
 __all__ = [

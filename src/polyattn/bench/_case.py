@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import ArgumentError
 from ..kernels import FLOAT_DTYPES
 
-__all__ = ["TASKS", "Case", "Shape", "parse_shape"]
+__all__ = ["TASKS", "Case", "Inputs", "Shape", "parse_shape"]
 
 TASKS = {"attention": ("forward", "both"), "layer": ("forward", "both"), "train": ("step",)}
 """What is timed of each task; ``both`` is the forward and the backward together."""
@@ -40,18 +40,12 @@ class Shape(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """How many scores there are."""
+        """The number of scores."""
         return self.batch * self.heads * self.n_q * self.n_k
 
 
 def parse_shape(text: str) -> Shape:
-    """Return the shape that is written like ``1,8,2048,64`` or ``1,8,1:4096,64``.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not.
-    """
+    """Return the shape that is written like ``1,8,2048,64`` or ``1,8,1:4096,64``; else raise ArgumentError."""
     found = re.fullmatch(r"(\d+),(\d+),(\d+)(?::(\d+))?,(\d+)", text.strip())
     if found is None or 0 in (numbers := [int(x) for x in found.groups(default=found[3])]):
         raise ArgumentError(
@@ -86,8 +80,13 @@ class Case:
         """The bytes of one element."""
         return {"float64": 8, "float32": 4}.get(self.dtype, 2)
 
+    @property
+    def host_dtype(self) -> str:
+        """The dtype in which inputs are drawn and results are compared: float32, or float64."""
+        return "float64" if self.dtype == "float64" else "float32"
+
     def inputs(self) -> Inputs:
-        """Return the arrays that every contestant is given, in float32 (float64), the same each time.
+        """Return the arrays that every contestant is given, the same each time.
 
         Attention has ``q``, ``k``, ``v`` and ``dout``; a layer ``x`` and ``dy``, a training step ``x`` and ``target``,
         all (batch, n, d_model).
@@ -100,14 +99,5 @@ class Case:
         else:
             rows = (batch, n_q, self.shape.d_model)
             shapes = {"x": rows, ("dy" if self.task == "layer" else "target"): rows}
-        generator = np.random.Generator(np.random.PCG64(20))
-        dtype: Any = np.float64 if self.dtype == "float64" else np.float32
+        generator, dtype = np.random.Generator(np.random.PCG64(20)), np.dtype(self.host_dtype).type
         return {name: generator.standard_normal(shape, dtype) for name, shape in shapes.items()}
-
-    def weights(self) -> Inputs:
-        """Return the initial parameters of the layer, as polyattn names and lays them out."""
-        from ..layers import MultiHeadAttention
-
-        dtype = "float64" if self.dtype == "float64" else "float32"
-        layer = MultiHeadAttention(self.shape.d_model, self.shape.heads, seed=0, dtype=dtype, backend="numpy")
-        return dict(layer.parameters())

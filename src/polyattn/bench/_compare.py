@@ -6,32 +6,76 @@ import functools
 import itertools
 import math
 import platform
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
 from .. import __version__, registry
-from ..backend import Backend
-from ..errors import ArgumentError, PolyattnError
+from ..errors import ArgumentError, BackendUnavailableError, PolyattnError
 from ..selection import selected, use_backend
-from ._agreement import TOLERANCE, difference
-from ._case import Case
-from ._contestant import Peer, Results
+from ._case import Case, Inputs
+from ._contestant import Peer
 from ._machine import Others, available_memory, machine
-from ._memory import peak_memory
-from ._ours import Ours
-from ._peers import named, present
+from ._memory import device_memory, peak_memory
+from ._ours import JITTED, OURS, ours
+from ._peers import present
 from ._race import quiet, race
-from ._report import Report, Row, rated
 from ._threads import announced, cores, limited
 
-__all__ = ["compare"]
+__all__ = ["Report", "Row", "compare"]
 
-Progress = Callable[[str, float], None]
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}
+"""How far a result may be from the reference, in units of its largest element of the same array."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant on one case.
+
+    ``milliseconds`` is the median of the rounds, ``ratio`` the peer's median divided by polyattn's (above 1 polyattn
+    is faster), ``error`` the largest difference from the reference in units of its largest element, and
+    ``memory_mib`` the peak memory of the call. None is what was not measured; ``note`` says why not.
+    """
+
+    peer: str
+    shape: str
+    what: str
+    causal: bool
+    dtype: str
+    milliseconds: float | None = None
+    ratio: float | None = None
+    error: float | None = None
+    memory_mib: float | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, case: Case, peer: str, **found: Any) -> Row:
+        """Return the row of a contestant on a case."""
+        return cls(peer, str(case.shape), case.what, case.causal, case.dtype, **found)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A comparison: where and how it was made, and a row for each contestant on each case."""
+
+    task: str
+    backend: str
+    device: str
+    rounds: int
+    threads: dict[str, str]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    absent: dict[str, str]
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, ready for JSON."""
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
 
 
 def compare(
@@ -43,7 +87,9 @@ def compare(
     rounds: int = 7,
     threads: int | None = None,
     memory: bool = False,
-    progress: Progress = lambda doing, done: None,
+    arrays: str | None = None,
+    reference: Callable[[Case], Inputs] | None = None,
+    progress: Callable[[str, float], None] = lambda doing, done: None,
     clock: Callable[[], float] = time.perf_counter,
     rest: Callable[[], None] = quiet,
 ) -> Report:
@@ -62,16 +108,20 @@ def compare(
     threads : int, optional
         Of every library; by default as many as this process has cores.
     memory : bool
-        Whether to measure memory as well, each contestant on each case in a process of its own.
+        Whether to measure memory as well, on the host each contestant on each case in a process of its own.
+    arrays : str, optional
+        The library whose arrays polyattn is given; by default the backend's own.
+    reference : callable, optional
+        Returns the right results of a case, for polyattn too; by default polyattn's are the reference.
     progress : callable
-        Is told what is being done, and how much of all is done, from 0 to 1.
+        Is called with what is being done, and how much of all is done, from 0 to 1.
     clock, rest : callable
-        What tells the seconds, and what is done before each turn.
+        What returns the seconds, and what is called before each turn.
 
     Returns
     -------
     Report
-        A peer whose results differ from polyattn's is not timed: its row says so.
+        A contestant whose results differ from the reference is not timed: its row says so.
 
     Raises
     ------
@@ -85,119 +135,142 @@ def compare(
     threads = cores() if threads is None else threads
     if rounds < 1 or threads < 1:
         raise ArgumentError(f"rounds, threads: expected 1 or more, got {rounds}, {threads}")
-    names = named(peers, cases[0].task)
+    task = cases[0].task
     with announced(threads) as of_jax:
         selection = selected(backend, device)
         native = registry.ready("numpy" if selection is None else selection.backend)
         device = (selection.device if selection else None) or native.devices()[0]
-        others, absent = present(names, native.name, required=peers is not None)
+        others, absent = present(peers, task, native.name)
         others_meanwhile = Others()
-        threads_of = _threads_of({"numpy", native.name, *(peer.library for peer in others)}, threads, of_jax)
+        libraries = {"numpy": np.__version__, native.name: native.status().version}
+        libraries |= {peer.library: peer.version() for peer in others if peer.name != JITTED}
+        timed = functools.partial(race, rounds=rounds, clock=clock, rest=rest)
         comparison = _Comparison(
-            Ours(native.name), others, device, threads, rounds, memory, progress,
-            functools.partial(race, clock=clock, rest=rest),
-        )  # fmt: skip
+            ours(native.name, arrays), others, device, threads, memory, reference, progress, timed, rounds
+        )
         rows: list[Row] = []
-        with limited(threads, torch="torch" in threads_of), use_backend(native.name, device):
+        with limited(threads, torch="torch" in libraries), use_backend(native.name, device):
             for index, case in enumerate(cases):
                 rows += comparison.rows(case, (index / len(cases), (index + 1) / len(cases)))
-        versions = _versions(native, others)
         found = {**machine(device), "others": others_meanwhile.share()}
-    return Report(cases[0].task, native.name, device, rounds, threads_of, found, versions, absent, tuple(rows))
+    progress("done", 1.0)
+    how = _threads_of(libraries, threads, of_jax)
+    return Report(task, native.name, device, rounds, how, found, _versions(libraries), absent, tuple(rows))
 
 
 @dataclass(frozen=True)
 class _Comparison:
     """polyattn, its peers, and how they are compared."""
 
-    ours: Ours
+    ours: Peer
     peers: Sequence[Peer]
     device: str
     threads: int
-    rounds: int
     memory: bool
-    progress: Progress
+    reference: Callable[[Case], Inputs] | None
+    progress: Callable[[str, float], None]
     race: Callable[..., dict[str, list[float]]]
+    rounds: int
 
     def rows(self, case: Case, span: tuple[float, float]) -> list[Row]:
         """Return a row for polyattn and for each peer that does such cases; ``span`` is their part of the progress."""
         about, (begin, end) = f"{case.shape} {case.what}", span
         self.progress(f"{about}: checking", begin)
-        contestant = self.ours.contestant(case, self.device, self.threads)
-        reference = contestant.fetch(contestant.run())
-        judged, runs = [Row.of(case, self.ours.name, error=0.0)], {self.ours.name: contestant.run}
-        for peer in self.peers:
-            if case.what in peer.kinds:
-                row, run = self._judged(peer, case, reference)
-                judged.append(row)
-                runs |= {} if run is None else {peer.name: run}
+        rows, runs = self._judged(case)
         turns = itertools.count()
 
         def say(name: str) -> None:
-            share = next(turns) / (len(runs) * self.rounds)
-            self.progress(f"{about}: {name}", begin + share * (end - begin))
+            self.progress(f"{about}: {name}", begin + next(turns) / (len(runs) * self.rounds) * (end - begin))
 
-        rows = rated(judged, self.race(runs, self.rounds, before_turn=say))
-        return [self._weighed(row, case, end) for row in rows] if self.memory else rows
+        seconds = self.race(runs, before_turn=say) if runs else {}
+        medians = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
+        return [self._measured(row, case, medians, runs, end) for row in rows]
 
-    def _judged(self, peer: Peer, case: Case, reference: Results) -> tuple[Row, Callable[[], Any] | None]:
-        """Return a peer's row before it is timed, and what to time; None where it fails or differs."""
+    def _judged(self, case: Case) -> tuple[list[Row], dict[str, Callable[[], Any]]]:
+        """Return the rows before they are timed, and what to time: all that run, and agree with the reference."""
+        rows: list[Row] = []
+        runs: dict[str, Callable[[], Any]] = {}
+        right = None if self.reference is None else self.reference(case)
+        for peer in (self.ours, *(peer for peer in self.peers if case.what in peer.kinds)):
+            error, note = None, self._obstacle(peer, case)
+            try:
+                if not note:
+                    contestant = peer.contestant(case, self.device, self.threads)
+                    results = contestant.fetch(contestant.run())
+                    right = results if right is None else right
+                    error = difference(right, results)
+            except BackendUnavailableError as failure:
+                note = f"not run: {failure}"
+            except Exception as failure:
+                if right is None:  # polyattn's own, which are the reference
+                    raise
+                note = f"failed: {type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
+            if error is not None and not error <= TOLERANCE[case.dtype]:
+                whose = "polyattn's" if self.reference is None else "the reference"
+                note = f"not timed: its results differ from {whose} by {error:.1e}"
+                error = error if math.isfinite(error) else None
+            rows.append(Row.of(case, peer.name, error=error, note=note))
+            if not note:
+                runs[peer.name] = contestant.run
+        return rows, runs
 
-        def refused(note: str, error: float | None = None) -> tuple[Row, None]:
-            return Row.of(case, peer.name, note=note, error=error), None
-
-        if (reason := self._obstacle(peer, case)) is not None:
-            return refused(f"not run: {reason}")
-        try:
-            contestant = peer.contestant(case, self.device, self.threads)
-            error = difference(reference, contestant.fetch(contestant.run()))
-        except Exception as failure:
-            return refused(f"failed: {type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}")
-        if not error <= TOLERANCE[case.dtype]:
-            finite = error if math.isfinite(error) else None
-            return refused(f"not timed: its results differ from polyattn's by {error:.1e}", finite)
-        return Row.of(case, peer.name, error=error), contestant.run
-
-    def _obstacle(self, peer: Peer, case: Case) -> str | None:
-        """Return why a peer is not even tried."""
+    def _obstacle(self, peer: Peer, case: Case) -> str:
+        """Return why a peer is not even tried, or nothing."""
         if (reason := peer.unsuited(case, self.device)) is not None:
-            return reason
-        need, room = peer.scores_held(case) * case.shape.scores * case.itemsize, available_memory()
+            return f"not run: {reason}"
+        held = peer.scores_held[case.what == "both"]
+        need, room = held * case.shape.scores * case.itemsize, available_memory()
         if self.device == "cpu" and room and need > room // 2:
-            return f"its scores would take {need / 2**30:.0f} GiB, and {room / 2**30:.0f} GiB are free"
-        return None
+            return f"not run: its scores would take {need / 2**30:.0f} GiB, and {room / 2**30:.0f} GiB are free"
+        return ""
 
-    def _weighed(self, row: Row, case: Case, done: float) -> Row:
-        """Add the memory of a contestant that was timed."""
-        if row.milliseconds is None:
+    def _measured(
+        self, row: Row, case: Case, medians: Mapping[str, float], runs: Mapping[str, Callable[[], Any]], done: float
+    ) -> Row:
+        """Add the time of a contestant that was timed, its ratio to polyattn's, and its memory."""
+        if row.peer not in medians:
+            return row
+        median = medians[row.peer]
+        row = replace(row, milliseconds=median, ratio=median / medians[OURS] if OURS in medians else None)
+        if not self.memory:
             return row
         self.progress(f"{case.shape} {case.what}: memory of {row.peer}", done)
         try:
-            memory = peak_memory(row.peer, case, self.ours.native.name, self.device, self.threads)
+            if self.device.startswith("cuda") and self.ours.library != "jax" and row.peer != "jax":
+                peak = device_memory(runs[row.peer])
+            else:
+                peak = peak_memory(row.peer, case, self.ours.library, self.device, self.threads).peak
         except PolyattnError as error:
             return replace(row, note=str(error))
-        return replace(row, memory_mib=round(memory.peak / 2**20, 3))
+        return replace(row, memory_mib=round(peak / 2**20, 3))
 
 
-def _versions(native: Backend, peers: Sequence[Peer]) -> dict[str, str]:
+def difference(right: Inputs, results: Inputs) -> float:
+    """Return the largest |results − right| / max|right| over the arrays; NaN where only one of them is finite."""
+    if right.keys() != results.keys():
+        raise ValueError(f"expected the results {sorted(right)}, got {sorted(results)}")
+    worst = 0.0
+    for name, x in right.items():
+        if results[name].shape != x.shape:
+            raise ValueError(f"{name}: expected shape {x.shape}, got {results[name].shape}")
+        with np.errstate(all="ignore"):
+            error = np.max(np.abs(results[name] - x)) / max(float(np.max(np.abs(x))), np.finfo(x.dtype).tiny)
+        worst = max(worst, float(error)) if not np.isnan(error) else np.nan
+    return float(worst)
+
+
+def _versions(libraries: Mapping[str, str]) -> dict[str, str]:
     """Return the releases of everything that took part."""
     blas = {pool["internal_api"]: str(pool["version"]) for pool in threadpool_info() if pool["user_api"] == "blas"}
-    return {
-        "python": platform.python_version(),
-        "polyattn": __version__,
-        "numpy": np.__version__,
-        **blas,
-        native.name: native.status().version,
-        **{peer.library: peer.version() for peer in peers if not isinstance(peer, Ours)},
-    }
+    return {"python": platform.python_version(), "polyattn": __version__, **blas, **libraries}
 
 
-def _threads_of(libraries: set[str], threads: int, of_jax: str) -> dict[str, str]:
+def _threads_of(libraries: Mapping[str, str], threads: int, of_jax: str) -> dict[str, str]:
     """Return how many threads each library has, and by what."""
-    told = {
+    set_by = {
         "numpy": f"{threads}, by threadpoolctl",
         "torch": f"{threads}, by torch.set_num_threads",
         "onnxruntime": f"{threads}, by its session's options",
         "jax": of_jax,
     }
-    return {name: how for name, how in told.items() if name in libraries}
+    return {name: how for name, how in set_by.items() if name in libraries}

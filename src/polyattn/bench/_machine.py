@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 from pathlib import Path
 
+from ._contestant import index_of
 from ._threads import cores
 
 __all__ = ["Others", "available_memory", "machine"]
-
-_CPU_NAMES = ("model name", "Hardware", "cpu model")
 
 
 def machine(device: str) -> dict[str, str | int | float]:
@@ -18,16 +18,16 @@ def machine(device: str) -> dict[str, str | int | float]:
 
     It is not named: two machines of a kind are the same here.
     """
+    cpu = _fields("/proc/cpuinfo")
+    names = (cpu[name] for name in ("model name", "Hardware", "cpu model") if name in cpu)
     found: dict[str, str | int | float] = {
-        "processor": _processor(),
+        "processor": next(names, platform.processor() or platform.machine()),
         "architecture": platform.machine(),
         "cores": cores(),
         "memory_gib": round(_memory("MemTotal") / 2**30, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
     }
-    if device.startswith("cuda"):
-        found["device"] = _cuda_name(int(device.partition(":")[2] or 0))
-    return found
+    return found | ({"device": _cuda_name(index_of(device))} if device.startswith("cuda") else {})
 
 
 def available_memory() -> int:
@@ -57,37 +57,31 @@ class Others:
             return None
         user, nice, system, idle, waiting, interrupts, soft, stolen = (int(x) for x in line.split()[1:9])
         busy, tick, own = user + nice + system + interrupts + soft + stolen, os.sysconf("SC_CLK_TCK"), os.times()
-        used = own.user + own.system + own.children_user + own.children_system
-        return busy / tick, used, (busy + idle + waiting) / tick
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
-    named = {name.strip(): value.strip() for name, value in fields.items()}
-    return next((named[name] for name in _CPU_NAMES if name in named), platform.machine())
+        return busy / tick, sum(own[:4]), (busy + idle + waiting) / tick
 
 
 def _memory(field: str) -> int:
+    fields = _fields("/proc/meminfo")
+    if field in fields:
+        return int(fields[field].split()[0]) * 1024
+    known = field == "MemTotal" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {})
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
+
+
+def _fields(path: str) -> dict[str, str]:
+    """Return the lines ``name: value`` of a file, the first of each name; nothing where there is no such file."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-    except (OSError, StopIteration):
-        names = getattr(os, "sysconf_names", {})
-        known = field == "MemTotal" and "SC_PHYS_PAGES" in names
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    parts = (line.partition(":") for line in reversed(lines))
+    return {name.strip(): value.strip() for name, colon, value in parts if colon}
 
 
 def _cuda_name(index: int) -> str:
     """Ask whichever library is there."""
     try:
-        import torch
-
-        return str(torch.cuda.get_device_name(index))
+        return str(importlib.import_module("torch").cuda.get_device_name(index))
     except (ImportError, AssertionError, RuntimeError):
-        import cupy
-
-        return str(cupy.cuda.runtime.getDeviceProperties(index)["name"].decode())
+        runtime = importlib.import_module("cupy").cuda.runtime
+        return str(runtime.getDeviceProperties(index)["name"].decode())

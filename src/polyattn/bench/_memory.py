@@ -1,26 +1,43 @@
-"""Peak memory of one call, in a process of its own.
+"""Peak memory of one call.
 
-What is measured: the highest resident set during the call, less the resident set before it. The process is fresh; the
-inputs are there already, the libraries are loaded, and the same code has run on a tiny problem before; where a
-backend compiles for each shape it has also run once on this one, and what that left was given back to the system.
-Results count: ``beyond`` is what is needed besides them.
+On the host it is the highest resident set during the call, less the resident set before it, in a process of its own.
+The process is fresh; the inputs are there already, the libraries are loaded, and the same code has run on a tiny
+problem before; where a backend compiles for each shape it has also run once on this one, and what that left was given
+back to the system. Results count: ``beyond`` is what is needed besides them. On a CUDA device the allocators of CuPy
+and torch say it, in this process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import json
+import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from .. import registry
 from ..errors import PolyattnError
-from ._case import Case
+from ..selection import use_backend
+from ._case import Case, Shape, parse_shape
+from ._contestant import Peer
+from ._ours import JITTED, OURS, compiles
+from ._peers import peer_named
+from ._threads import announced, limited
 
-__all__ = ["Memory", "peak_memory"]
+__all__ = ["Memory", "device_memory", "peak_memory"]
+
+CODE = "import sys; from polyattn.bench import _memory; _memory.measure(sys.argv[1])"
+TINY = 32
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes: ``peak`` above what there was before the call, and ``results``, the size of what it returned."""
 
     peak: int
@@ -33,18 +50,7 @@ class Memory:
 
 
 def peak_memory(peer: str, case: Case, backend: str, device: str, threads: int) -> Memory:
-    """Measure a contestant, on Linux.
-
-    Parameters
-    ----------
-    peer : str
-        ``"polyattn"``, ``"polyattn-jit"`` or a peer's name.
-    case : Case
-        What it computes.
-    backend, device : str
-        Where polyattn computes.
-    threads : int
-        For every library.
+    """Measure ``"polyattn"`` on a backend, ``"polyattn-jit"`` or a peer by name, on Linux.
 
     Raises
     ------
@@ -54,9 +60,64 @@ def peak_memory(peer: str, case: Case, backend: str, device: str, threads: int) 
     if device != "cpu":
         raise PolyattnError(f"memory: the resident set says nothing of {device}")
     order = {"peer": peer, "case": {**asdict(case), "shape": str(case.shape)}, "backend": backend, "threads": threads}
-    command = [sys.executable, "-m", "polyattn.bench._probe", json.dumps(order)]
+    command = [sys.executable, "-c", CODE, json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         raise PolyattnError(f"memory: {peer} on {case.shape} could not be measured: {said}")
-    return Memory(**json.loads(done.stdout.splitlines()[-1]))
+    return Memory(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def device_memory(run: Callable[[], Any]) -> int:
+    """Return the bytes by which a run raised what CuPy's pool and torch's allocator hold, its results included."""
+    pool = sys.modules["cupy"].get_default_memory_pool() if "cupy" in sys.modules else None
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if pool is not None:
+        pool.free_all_blocks()
+    before = (pool.total_bytes() if pool else 0) + (torch.cuda.memory_allocated() if torch else 0)
+    run()
+    after = (pool.total_bytes() if pool else 0) + (torch.cuda.max_memory_allocated() if torch else 0)
+    return int(after - before)
+
+
+def measure(order: str) -> None:
+    """Measure in this process as :func:`peak_memory` orders, print it, and end the process."""
+    asked = json.loads(order)
+    name, backend, threads = asked["peer"], asked["backend"], asked["threads"]
+    case = Case(**{**asked["case"], "shape": parse_shape(asked["case"]["shape"])})
+    with announced(threads):
+        peer = peer_named(name, backend)
+        compiled = name in (OURS, JITTED) and compiles(registry.ready(backend))
+        with limited(threads, torch="torch" in (backend, peer.library)), use_backend(backend, "cpu"):
+            print(json.dumps(_watched(peer, case, threads, compiled)), flush=True)
+    os._exit(0)  # at the interpreter's own end XLA's threads were seen to abort the process
+
+
+def _watched(peer: Peer, case: Case, threads: int, compiled: bool) -> Memory:
+    """Run once on a tiny problem, then watch one run of the case."""
+    tiny = replace(case, shape=Shape(1, case.shape.heads, TINY, TINY, case.shape.d))
+    peer.contestant(tiny, "cpu", threads).run()
+    contestant = peer.contestant(case, "cpu", threads)
+    if compiled:
+        contestant.run()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc's own: memory that is free goes back to the system
+        ctypes.CDLL(None).malloc_trim(0)
+    time.sleep(0.05)
+    with contextlib.suppress(OSError):  # the high-water mark starts anew; else it is that of the process
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _resident("VmRSS")
+    results = contestant.run()
+    return Memory(max(_resident("VmHWM") - before, 0), sum(x.nbytes for x in results.values()))
+
+
+def _resident(field: str) -> int:
+    """Return the resident set in bytes, now (VmRSS) or at its highest (VmHWM)."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    except (OSError, StopIteration):
+        raise PolyattnError("it is read from /proc/self/status, which only Linux has") from None

@@ -1,115 +1,103 @@
-"""polyattn itself, on the chosen backend: as it is called, and as a whole compiled by the backend's own compiler."""
+"""polyattn itself: as it is called, and as a whole compiled by the backend's own compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .. import __version__, functional, optim, registry
+from .. import functional, optim, registry
 from ..backend import Array, Backend
 from ..conversion import to_backend
 from ..kernels import FLOAT_DTYPES
 from ..layers import MultiHeadAttention
-from ._case import Case
-from ._contestant import NO_GRADIENT, OPTIMISER, Contestant, Peer, Results
+from ._case import Case, Inputs
+from ._contestant import OPTIMISER, Contestant, Peer, contestant
 
-__all__ = ["Ours"]
+__all__ = ["JITTED", "OURS", "compiles", "initial_weights", "ours"]
+
+OURS, JITTED = "polyattn", "polyattn-jit"
 
 Arrays = dict[str, Array]
 
 
-class Ours(Peer):
-    """polyattn on one backend and its arrays."""
+def ours(backend: str, arrays: str | None = None, *, compiled: bool = False) -> Peer:
+    """Return polyattn on a backend and the arrays of a library, by default the backend's own."""
+    native, home = registry.ready(backend), registry.ready(arrays or backend)
 
-    tasks = ("attention", "layer", "train")
-    dtypes = FLOAT_DTYPES
+    def fault() -> str | None:
+        return f"the backend {backend} compiles nothing" if compiled and not compiles(native) else None
 
-    def __init__(self, backend: str, *, compiled: bool = False) -> None:
-        self.native = registry.ready(backend)
-        self.library = self.native.name  # type: ignore[misc]  # of a peer these are its class's
-        self.compiled = compiled
-        self.name = "polyattn-jit" if compiled else "polyattn"  # type: ignore[misc]
-
-    def missing(self) -> str | None:
-        """Say whether the backend has a compiler at all."""
-        if self.compiled and type(self.native).jit is Backend.jit:
-            return f"the backend {self.native.name} compiles nothing"
-        return None
-
-    def version(self) -> str:
-        """Return polyattn's own release."""
-        return __version__
-
-    def unsuited(self, case: Case, device: str) -> str | None:
-        """Refuse a training step, which is compiled anyway: there is no second way to time it."""
-        return "a training step is compiled anyway" if self.compiled and case.task == "train" else None
-
-    def contestant(self, case: Case, device: str, threads: int) -> Contestant:
-        """Place the inputs and choose the function."""
-        native = self.native
-        inputs = {name: self._placed(x, case, device) for name, x in case.inputs().items()}
-        if case.task == "attention":
-            call = _attention(case)
-        else:
-            layer = MultiHeadAttention(
-                case.shape.d_model, case.shape.heads, seed=0, dtype=case.dtype, backend=native.name, device=device
-            )
-            call = _training(layer, native, case) if case.task == "train" else _layer(layer, case)
-        if self.compiled:
-            call = native.jit(call)
-
-        def run() -> Arrays:
-            results = call(**inputs)
-            native.synchronize(*results.values())
-            return results
-
-        def fetch(results: Arrays) -> Results:
-            wide: Any = np.float64 if case.dtype == "float64" else np.float32
-            return {name: np.array(native.to_numpy(x), dtype=wide) for name, x in results.items() if _kept(name)}
-
-        return Contestant(run, fetch)
-
-    def _placed(self, x: Array, case: Case, device: str) -> Array:
-        there = to_backend(x, self.native.name, device)
-        wanted = self.native.dtype(case.dtype)
-        return there if there.dtype == wanted else self.native.namespace().astype(there, wanted)
+    # A training step is compiled anyway: there is no second way to time it.
+    tasks = ("attention", "layer") if compiled else ("attention", "layer", "train")
+    return Peer(
+        JITTED if compiled else OURS, backend, partial(_prepared, native, home, compiled),
+        tasks=tasks, dtypes=FLOAT_DTYPES, devices=None, fault=fault,
+    )  # fmt: skip
 
 
-def _attention(case: Case) -> Callable[..., Arrays]:
-    causal = case.causal
+def compiles(native: Backend) -> bool:
+    """Say whether a backend has a compiler."""
+    return type(native).jit is not Backend.jit
 
-    def forward(q: Array, k: Array, v: Array, dout: Array) -> Arrays:
-        return {"out": functional.attention(q, k, v, causal=causal)}
 
-    def both(q: Array, k: Array, v: Array, dout: Array) -> Arrays:
-        out, cache = functional.attention_forward(q, k, v, causal=causal)
+def initial_weights(case: Case) -> Inputs:
+    """Return the initial parameters of the layer that a case is about."""
+    return dict(_layer(case, case.host_dtype, "numpy", None).parameters())
+
+
+def _layer(case: Case, dtype: str, backend: str, device: str | None) -> MultiHeadAttention:
+    shape = case.shape
+    return MultiHeadAttention(shape.d_model, shape.heads, seed=0, dtype=dtype, backend=backend, device=device)
+
+
+def _prepared(native: Backend, home: Backend, compiled: bool, case: Case, device: str, threads: int) -> Contestant:
+    """Place the inputs and choose the function."""
+    dtype, astype = home.dtype(case.dtype), home.namespace().astype
+    inputs = {name: to_backend(x, home.name, device) for name, x in case.inputs().items()}
+    inputs = {name: x if x.dtype == dtype else astype(x, dtype) for name, x in inputs.items()}
+    make = {"attention": _attention, "layer": _of_layer, "train": _training}[case.task]
+    call = make(case, native, device)
+    if compiled:
+        call = native.jit(call)
+
+    def to_host(x: Array) -> Any:
+        return np.array(home.to_numpy(x), dtype=case.host_dtype)
+
+    return contestant(call, inputs, to_host, lambda results: home.synchronize(*results.values()))
+
+
+def _attention(case: Case, native: Backend, device: str) -> Callable[..., Arrays]:
+    def call(q: Array, k: Array, v: Array, dout: Array) -> Arrays:
+        if case.what == "forward":
+            return {"out": functional.attention(q, k, v, causal=case.causal)}
+        out, cache = functional.attention_forward(q, k, v, causal=case.causal)
         grads = functional.attention_backward(dout, cache)
         return {"out": out, "dq": grads.q, "dk": grads.k, "dv": grads.v}
 
-    return forward if case.what == "forward" else both
+    return call
 
 
-def _layer(layer: MultiHeadAttention, case: Case) -> Callable[..., Arrays]:
-    causal = case.causal
+def _of_layer(case: Case, native: Backend, device: str) -> Callable[..., Arrays]:
+    layer = _layer(case, case.dtype, native.name, device)
 
-    def forward(x: Array, dy: Array) -> Arrays:
-        return {"y": layer(x, causal=causal)}
-
-    def both(x: Array, dy: Array) -> Arrays:
-        y, cache = layer.forward(x, causal=causal)
+    def call(x: Array, dy: Array) -> Arrays:
+        if case.what == "forward":
+            return {"y": layer(x, causal=case.causal)}
+        y, cache = layer.forward(x, causal=case.causal)
         inputs, grads = layer.backward(dy, cache)
         return {"y": y, "dx": inputs.query} | {f"d{name}": gradient for name, gradient in grads.items()}
 
-    return forward if case.what == "forward" else both
+    return call
 
 
-def _training(layer: MultiHeadAttention, native: Backend, case: Case) -> Callable[..., Arrays]:
-    """Return a step that goes on from where the last one ended: forward, mean squared error, backward, AdamW."""
-    optimiser = optim.AdamW(**OPTIMISER)  # type: ignore[arg-type]  # the values of the dict have several types
+def _training(case: Case, native: Backend, device: str) -> Callable[..., Arrays]:
+    """Return a step that continues where the last one ended: forward, mean squared error, backward, AdamW."""
+    layer, optimiser = _layer(case, case.dtype, native.name, device), optim.AdamW(**OPTIMISER)
     params = layer.parameters()
-    now = {"params": params, "state": optimiser.init(params)}
+    state = optimiser.init(params)
 
     def step(params: Arrays, state: Arrays, x: Array, target: Array) -> tuple[Arrays, Arrays]:
         model = layer.with_parameters(params)
@@ -119,14 +107,11 @@ def _training(layer: MultiHeadAttention, native: Backend, case: Case) -> Callabl
         _, grads = model.backward(dy, cache, inputs=False)
         return optimiser.update(grads, state, params)
 
-    compiled = native.jit(step)
+    compiled: Callable[..., tuple[Arrays, Arrays]] = native.jit(step)
 
     def call(x: Array, target: Array) -> Arrays:
-        now["params"], now["state"] = compiled(now["params"], now["state"], x, target)
-        return now["params"]
+        nonlocal params, state
+        params, state = compiled(params, state, x, target)
+        return params
 
     return call
-
-
-def _kept(name: str) -> bool:
-    return not name.endswith(NO_GRADIENT)

@@ -3,59 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import ArgumentError, BackendUnavailableError
+from ..kernels import FLOAT_DTYPES
+from . import _jax, _onnx, _plain, _torch
 from ._contestant import Peer
-from ._jax import JaxAttention
-from ._onnx import OnnxAttention, OnnxMultiHeadAttention
-from ._ours import Ours
-from ._plain import PlainCupy, PlainNumpy
-from ._torch import TorchLayer, TorchSDPA
+from ._ours import JITTED, OURS, ours
 
-__all__ = ["JITTED", "PEERS", "named", "present"]
+__all__ = ["JITTED", "OURS", "PEERS", "peer_named", "present"]
 
+TORCH: dict[str, Any] = {"extra": "torch", "dtypes": FLOAT_DTYPES, "devices": ("cpu", "cuda", "mps")}
+ONNX: dict[str, Any] = {"extra": "bench", "kinds": ("forward",), "dtypes": ("float32", "float16"), "needs": ("onnx",)}
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        PlainNumpy(),
-        TorchSDPA(),
-        TorchLayer(),
-        JaxAttention(),
-        OnnxAttention(),
-        OnnxMultiHeadAttention(),
-        PlainCupy(),
+        Peer("plain-numpy", "numpy", _plain.on_numpy, scores_held=(4, 5)),
+        Peer("torch-sdpa", "torch", _torch.attention, **TORCH),
+        Peer("torch-mha", "torch", _torch.layer, tasks=("layer", "train"), **TORCH),
+        Peer(
+            "jax", "jax", _jax.prepared, extra="jax",
+            dtypes=("float16", "bfloat16", "float32"),  # given float64 it takes the softmax in float32
+            devices=("cpu", "cuda"),
+            scores_held=(2, 6),  # what XLA keeps of the plain formula, which its attention is outside CUDA
+        ),
+        Peer("onnx-attention", "onnxruntime", _onnx.standard, scores_held=(1, 1), **ONNX),
+        Peer("onnx-mha", "onnxruntime", _onnx.own, **ONNX),  # it works in blocks
+        Peer(
+            "plain-cupy", "cupy", _plain.on_cupy, extra="cuda13x", dtypes=("float16", "float32", "float64"),
+            devices=("cuda",), fault=_plain.cupy_fault,
+        ),
     )
-}
-JITTED = "polyattn-jit"
+}  # fmt: skip
 
 
-def named(names: Sequence[str] | None, task: str) -> list[str]:
-    """Return the names of the peers for a task: those that were asked for, or all of them.
+def peer_named(name: str, backend: str) -> Peer:
+    """Return a contestant by name: polyattn on a backend, as it is called or compiled, or a peer."""
+    return ours(backend, compiled=name == JITTED) if name in (OURS, JITTED) else PEERS[name]
+
+
+def present(names: Sequence[str] | None, task: str, backend: str) -> tuple[list[Peer], dict[str, str]]:
+    """Return the peers for a task that can be used here, those that were asked for or all, and why others cannot.
 
     Raises
     ------
     ArgumentError
         If there is no such peer, or it does not do the task.
+    BackendUnavailableError
+        If one that was asked for cannot be used.
     """
     doing = [name for name, peer in PEERS.items() if task in peer.tasks]
-    doing += [JITTED] if task in ("attention", "layer") else []
+    doing += [JITTED] if task != "train" else []
     for name in names or ():
         if name not in doing:
             raise ArgumentError(f"peer: expected one of {', '.join(doing)} for {task}, got {name!r}")
-    return doing if names is None else list(dict.fromkeys(names))
-
-
-def present(names: Sequence[str], backend: str, *, required: bool) -> tuple[list[Peer], dict[str, str]]:
-    """Return the peers that can be used here, and why the others cannot.
-
-    Raises
-    ------
-    BackendUnavailableError
-        If one cannot, and all are required.
-    """
-    peers = [PEERS.get(name) or Ours(backend, compiled=True) for name in names]
+    peers = [peer_named(name, backend) for name in dict.fromkeys(doing if names is None else names)]
     absent = {peer.name: reason for peer in peers if (reason := peer.missing()) is not None}
-    if required and absent:
+    if names is not None and absent:
         raise BackendUnavailableError("; ".join(f"peer {name!r}: {reason}" for name, reason in absent.items()))
     here = [peer for peer in peers if peer.name not in absent]
     absent.pop(JITTED, None)  # most backends have no compiler: nothing that could be installed

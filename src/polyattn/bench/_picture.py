@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError
 from ..plot._file import expect_writable, write_png
 from ._case import Shape, parse_shape
-from ._report import OURS, Report, Row
+from ._compare import Report, Row
+from ._ours import OURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,15 +25,7 @@ MARKERS = "osD^vPX*"
 
 
 def writable(path: Path, shapes: Sequence[Shape]) -> None:
-    """Check, before anything is measured, that these shapes can be drawn and that the picture can be written.
-
-    Raises
-    ------
-    BackendUnavailableError
-        If matplotlib is missing.
-    ArgumentError
-        If the file is no PNG, its folder does not exist, or the shapes differ in more than n.
-    """
+    """Check, before anything is measured, that these shapes can be drawn and that the picture can be written."""
     expect_writable(path)
     if len({(shape.batch, shape.heads, shape.n_q == shape.n_k, shape.d) for shape in shapes}) > 1:
         raise ArgumentError(f"plot: expected shapes that differ in n alone, got {' '.join(map(str, shapes))}")

@@ -1,95 +1,46 @@
-"""Attention as it is written, with all its scores at once: on NumPy, and on CuPy."""
+"""Attention as the formula, with all its scores at once: on NumPy, and on CuPy."""
 
 from __future__ import annotations
 
 import importlib
 import math
+from functools import partial
 from typing import Any
 
 from ..backend import Array
 from ._case import Case
-from ._contestant import Contestant, Peer, Results
+from ._contestant import Contestant, contestant, index_of
 
-__all__ = ["PlainCupy", "PlainNumpy"]
-
-
-class PlainNumpy(Peer):
-    """The formula in NumPy."""
-
-    name = "plain-numpy"
-    library = "numpy"
-
-    def scores_held(self, case: Case) -> int:
-        """Count the scores and each line's result; measured."""
-        return 4 if case.what == "forward" else 5
-
-    def contestant(self, case: Case, device: str, threads: int) -> Contestant:
-        """Prepare the mask too, once."""
-        xp = importlib.import_module(self.library)
-        inputs = {name: xp.asarray(x, dtype=case.dtype) for name, x in case.inputs().items()}
-        n_q, n_k = case.shape.n_q, case.shape.n_k
-        mask = xp.tril(xp.ones((n_q, n_k), dtype=bool)) if case.causal else None
-
-        def run() -> dict[str, Array]:
-            results = attention(xp, mask, **inputs, backward=case.what == "both")
-            self.wait(xp)
-            return results
-
-        def fetch(results: dict[str, Array]) -> Results:
-            return {name: self.to_host(x) for name, x in results.items()}
-
-        return Contestant(run, fetch)
-
-    def wait(self, xp: Any) -> None:
-        """NumPy computes at once."""
-
-    def to_host(self, x: Array) -> Any:
-        """Return a NumPy array."""
-        return x
+__all__ = ["cupy_fault", "on_cupy", "on_numpy"]
 
 
-class PlainCupy(PlainNumpy):
-    """The formula in CuPy."""
+def on_numpy(case: Case, device: str, threads: int) -> Contestant:
+    """Prepare the formula in NumPy."""
+    return contestant(*_prepared("numpy", case), lambda x: x)
 
-    name = "plain-cupy"
-    library = "cupy"
-    extra = "cuda13x"
-    dtypes = ("float16", "float32", "float64")
-    devices = ("cuda",)
 
-    def missing(self) -> str | None:
-        """CuPy needs a device as well."""
-        if (reason := super().missing()) is not None:
-            return reason
-        import cupy
+def on_cupy(case: Case, device: str, threads: int) -> Contestant:
+    """Prepare the formula in CuPy."""
+    cuda: Any = importlib.import_module("cupy").cuda
+    with cuda.Device(index_of(device)):
+        call, inputs = _prepared("cupy", case)
+    return contestant(call, inputs, lambda x: x.get(), lambda results: cuda.get_current_stream().synchronize())
 
-        try:
-            cupy.cuda.runtime.getDeviceCount()
-        except Exception as error:
-            return f"cupy has no device: {error}"
-        return None
 
-    def version(self) -> str:
-        """Ask the module: the package's name says which CUDA it is for."""
-        import cupy
+def cupy_fault() -> str | None:
+    """Say why CuPy has no device."""
+    try:
+        importlib.import_module("cupy").cuda.runtime.getDeviceCount()
+    except Exception as error:  # the library's own
+        return f"cupy has no device: {error}"
+    return None
 
-        return str(cupy.__version__)
 
-    def contestant(self, case: Case, device: str, threads: int) -> Contestant:
-        """Make everything on the device."""
-        import cupy
-
-        with cupy.cuda.Device(int(device.partition(":")[2] or 0)):
-            return super().contestant(case, device, threads)
-
-    def wait(self, xp: Any) -> None:
-        """Wait for the stream."""
-        xp.cuda.get_current_stream().synchronize()
-
-    def to_host(self, x: Array) -> Any:
-        """Fetch from the device, in float32 at least."""
-        host = x.get()
-        return host.astype("float32") if host.dtype == "float16" else host
+def _prepared(library: str, case: Case) -> tuple[Any, dict[str, Array]]:
+    xp = importlib.import_module(library)
+    mask = xp.tril(xp.ones((case.shape.n_q, case.shape.n_k), dtype=bool)) if case.causal else None
+    inputs = {name: xp.asarray(x, dtype=case.dtype) for name, x in case.inputs().items()}
+    return partial(attention, xp, mask, backward=case.what == "both"), inputs
 
 
 def attention(

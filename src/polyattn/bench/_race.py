@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 __all__ = ["quiet", "race"]
 
@@ -20,13 +20,6 @@ LONG = 0.5
 """A run of so many seconds needs no warming up."""
 
 Clock = Callable[[], float]
-
-
-class Turn(NamedTuple):
-    """How often a contestant runs in each turn, before the clock is looked at and between two looks."""
-
-    untimed: int
-    timed: int
 
 
 def race(
@@ -49,14 +42,15 @@ def race(
         turns = {}
         for name in names:
             rest()
-            turns[name] = _measured_turn(runs[name], clock)
+            turns[name] = _turn(runs[name], clock)
         for round_ in range(rounds):
             first = round_ % len(names)
             for name in names[first:] + names[:first]:
                 before_turn(name)
                 rest()
-                _timed(runs[name], turns[name].untimed, clock)
-                seconds[name].append(_timed(runs[name], turns[name].timed, clock) / turns[name].timed)
+                untimed, timed = turns[name]
+                _timed(runs[name], untimed, clock)
+                seconds[name].append(_timed(runs[name], timed, clock) / timed)
     return seconds
 
 
@@ -74,14 +68,14 @@ def quiet(patience: float = 0.5, step: float = 0.005) -> None:
             return
 
 
-def _measured_turn(run: Callable[[], Any], clock: Clock) -> Turn:
-    """Return how many runs fill a turn."""
+def _turn(run: Callable[[], Any], clock: Clock) -> tuple[int, int]:
+    """Return how often a contestant runs in each turn before the clock is read, and between two readings."""
     timed = 1
     while (elapsed := _timed(run, timed, clock)) < LEAST_TURN:
         wanted = LEAST_TURN / max(elapsed / timed, 1e-7)
         timed = max(timed + 1, min(int(wanted * 1.2), 10 * timed))
     once = elapsed / timed
-    return Turn(0 if once >= LONG else math.ceil(WARM_UP / once), timed)
+    return 0 if once >= LONG else math.ceil(WARM_UP / once), timed
 
 
 def _timed(run: Callable[[], Any], repetitions: int, clock: Clock) -> float:

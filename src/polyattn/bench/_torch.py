@@ -7,110 +7,71 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels import FLOAT_DTYPES
 from ._case import Case
-from ._contestant import NO_GRADIENT, OPTIMISER, Contestant, Peer, Results
+from ._contestant import OPTIMISER, Contestant, contestant
+from ._ours import initial_weights
 
-__all__ = ["TorchLayer", "TorchSDPA"]
+__all__ = ["attention", "layer"]
 
-Tensor = Any
-Tensors = dict[str, Tensor]
-
-
-class _TorchPeer(Peer):
-    library = extra = "torch"
-    dtypes = FLOAT_DTYPES
-    devices = ("cpu", "cuda", "mps")
-
-    def call(self, case: Case, device: str) -> Callable[..., Tensors]:
-        """Return the function of the inputs that is timed."""
-        raise NotImplementedError
-
-    def contestant(self, case: Case, device: str, threads: int) -> Contestant:
-        """Move the inputs to the device."""
-        import torch
-
-        dtype = getattr(torch, case.dtype)
-        inputs = {name: torch.from_numpy(x).to(device, dtype) for name, x in case.inputs().items()}
-        call, wait = self.call(case, device), _waiting(device)
-
-        def run() -> Tensors:
-            results = call(**inputs)
-            wait()
-            return results
-
-        def fetch(results: Tensors) -> Results:
-            wide = torch.float64 if case.dtype == "float64" else torch.float32
-            # A copy: the next step of a training changes its parameters in place.
-            return {name: np.array(x.detach().cpu().to(wide).numpy()) for name, x in results.items()}
-
-        return Contestant(run, fetch)
+Tensors = dict[str, Any]
 
 
-class TorchSDPA(_TorchPeer):
-    """``F.scaled_dot_product_attention``, and its gradients by autograd."""
+def attention(case: Case, device: str, threads: int) -> Contestant:
+    """Prepare ``F.scaled_dot_product_attention``, and its gradients by autograd."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    name = "torch-sdpa"
-
-    def call(self, case: Case, device: str) -> Callable[..., Tensors]:
-        """Without a graph where there is no backward."""
-        import torch
-        from torch.nn.functional import scaled_dot_product_attention
-
-        def forward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Tensors:
+    def call(q: Any, k: Any, v: Any, dout: Any) -> Tensors:
+        if case.what == "forward":
             with torch.inference_mode():
-                return {"out": scaled_dot_product_attention(q, k, v, is_causal=case.causal)}
+                return {"out": sdpa(q, k, v, is_causal=case.causal)}
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = sdpa(q, k, v, is_causal=case.causal)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+        return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
-        def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Tensors:
-            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            out = scaled_dot_product_attention(q, k, v, is_causal=case.causal)
-            dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-            return {"out": out, "dq": dq, "dk": dk, "dv": dv}
-
-        return forward if case.what == "forward" else both
+    return _prepared(call, case, device)
 
 
-class TorchLayer(_TorchPeer):
-    """``nn.MultiheadAttention`` with autograd and ``torch.optim.AdamW``."""
-
-    name = "torch-mha"
-    tasks = ("layer", "train")
-
-    def call(self, case: Case, device: str) -> Callable[..., Tensors]:
-        """Give the layer polyattn's own initial parameters."""
-        import torch
-
-        layer = torch.nn.MultiheadAttention(case.shape.d_model, case.shape.heads, batch_first=True)
-        _load(layer, {name: torch.from_numpy(x) for name, x in case.weights().items()})
-        layer = layer.to(device, getattr(torch, case.dtype))
-        options: dict[str, Any] = {"need_weights": False}
-        if case.causal:  # it asks for the mask as well, and does not use it
-            mask = torch.nn.Transformer.generate_square_subsequent_mask(case.shape.n_q, device=device)
-            options |= {"is_causal": True, "attn_mask": mask.to(getattr(torch, case.dtype))}
-        make = {"forward": _forward, "both": _both, "step": _step}[case.what]
-        return make(layer, options)
-
-
-def _forward(layer: Any, options: dict[str, Any]) -> Callable[..., Tensors]:
+def layer(case: Case, device: str, threads: int) -> Contestant:
+    """Prepare ``nn.MultiheadAttention`` with polyattn's own initial parameters, autograd and ``torch.optim.AdamW``."""
     import torch
 
-    layer.train()  # without dropout it is the same function; in evaluation mode it takes a path that is slower on CPU
+    mha = torch.nn.MultiheadAttention(case.shape.d_model, case.shape.heads, batch_first=True)
+    weights = initial_weights(case)
+    # torch keeps weights (out, in), and those of q, k and v in one.
+    in_proj = [np.concatenate([weights[f"{x}_proj.{kind}"].T for x in "qkv"]) for kind in ("weight", "bias")]
+    out_proj = [weights[f"out_proj.{kind}"].T for kind in ("weight", "bias")]
+    state = zip(mha.state_dict(), [*in_proj, *out_proj], strict=True)
+    mha.load_state_dict({name: torch.from_numpy(x) for name, x in state})
+    mha = mha.to(device, getattr(torch, case.dtype))
+    mha.train()  # without dropout it is the same function; in evaluation mode it takes a path that is slower on CPU
+    options: dict[str, Any] = {"need_weights": False}
+    if case.causal:  # it asks for the mask as well, and does not use it
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(case.shape.n_q, device=device)
+        options |= {"is_causal": True, "attn_mask": mask.to(getattr(torch, case.dtype))}
+    make = {"forward": _forward, "both": _both, "step": _step}[case.what]
+    return _prepared(make(mha, lambda x: mha(x, x, x, **options)[0]), case, device)
 
-    def forward(x: Tensor, dy: Tensor) -> Tensors:
+
+def _forward(mha: Any, model: Callable[[Any], Any]) -> Callable[..., Tensors]:
+    import torch
+
+    def forward(x: Any, dy: Any) -> Tensors:
         with torch.inference_mode():
-            return {"y": layer(x, x, x, **options)[0]}
+            return {"y": model(x)}
 
     return forward
 
 
-def _both(layer: Any, options: dict[str, Any]) -> Callable[..., Tensors]:
+def _both(mha: Any, model: Callable[[Any], Any]) -> Callable[..., Tensors]:
     import torch
 
-    names, parameters = zip(*layer.named_parameters(), strict=True)
+    names, parameters = zip(*mha.named_parameters(), strict=True)
 
-    def both(x: Tensor, dy: Tensor) -> Tensors:
+    def both(x: Any, dy: Any) -> Tensors:
         x = x.detach().requires_grad_()
-        y = layer(x, x, x, **options)[0]
+        y = model(x)
         dx, *grads = torch.autograd.grad(y, (x, *parameters), dy)
         renamed = _renamed(dict(zip(names, grads, strict=True)))
         return {"y": y, "dx": dx} | {f"d{name}": gradient for name, gradient in renamed.items()}
@@ -118,49 +79,42 @@ def _both(layer: Any, options: dict[str, Any]) -> Callable[..., Tensors]:
     return both
 
 
-def _step(layer: Any, options: dict[str, Any]) -> Callable[..., Tensors]:
+def _step(mha: Any, model: Callable[[Any], Any]) -> Callable[..., Tensors]:
     import torch
 
-    optimiser = torch.optim.AdamW(layer.parameters(), **OPTIMISER)
+    optimiser = torch.optim.AdamW(mha.parameters(), **OPTIMISER)
 
-    def step(x: Tensor, target: Tensor) -> Tensors:
+    def step(x: Any, target: Any) -> Tensors:
         optimiser.zero_grad()
-        loss = torch.nn.functional.mse_loss(layer(x, x, x, **options)[0], target)
-        loss.backward()
+        torch.nn.functional.mse_loss(model(x), target).backward()
         optimiser.step()
-        return _renamed({name: p.detach() for name, p in layer.named_parameters()})
+        return _renamed({name: p.detach() for name, p in mha.named_parameters()})
 
     return step
-
-
-def _load(layer: Any, weights: Tensors) -> None:
-    """Set the parameters: torch keeps weights (out, in), and those of q, k and v in one."""
-    import torch
-
-    projections = ("q_proj", "k_proj", "v_proj")
-    layer.load_state_dict({
-        "in_proj_weight": torch.cat([weights[f"{name}.weight"].T for name in projections]),
-        "in_proj_bias": torch.cat([weights[f"{name}.bias"] for name in projections]),
-        "out_proj.weight": weights["out_proj.weight"].T,
-        "out_proj.bias": weights["out_proj.bias"],
-    })  # fmt: skip
 
 
 def _renamed(tensors: Tensors) -> Tensors:
     """Return parameters, or their gradients, as polyattn names and lays them out, as views."""
     weights, biases = tensors["in_proj_weight"].chunk(3), tensors["in_proj_bias"].chunk(3)
     named = {"out_proj.weight": tensors["out_proj.weight"].T, "out_proj.bias": tensors["out_proj.bias"]}
-    for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
-        named |= {f"{name}.weight": weight.T, f"{name}.bias": bias}
-    del named[NO_GRADIENT]
+    for x, weight, bias in zip("qkv", weights, biases, strict=True):
+        named |= {f"{x}_proj.weight": weight.T, f"{x}_proj.bias": bias}
     return named
 
 
-def _waiting(device: str) -> Callable[[], None]:
-    """Return how to wait for a device."""
+def _prepared(call: Callable[..., Tensors], case: Case, device: str) -> Contestant:
     import torch
 
-    kind = device.partition(":")[0]
-    if kind == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return torch.mps.synchronize if kind == "mps" else lambda: None
+    inputs = {name: torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for name, x in case.inputs().items()}
+    wide, kind = getattr(torch, case.host_dtype), device.partition(":")[0]
+
+    def to_host(x: Any) -> Any:  # a copy: the next step of a training changes its parameters in place
+        return np.array(x.detach().cpu().to(wide).numpy())
+
+    def wait(results: Tensors) -> None:
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        elif kind == "mps":
+            torch.mps.synchronize()
+
+    return contestant(call, inputs, to_host, wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -39,20 +40,14 @@ def train(
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train attention to find the row with the largest first feature and copy it to every position."""
-    settings = {
-        "dtype": dtype, "steps": steps, "batch": batch, "sequence": sequence, "width": width, "heads": heads,
-        "learning_rate": learning_rate, "weight_decay": weight_decay, "seed": seed, "data": data,
-    }  # fmt: skip
+    # What the user named, even with its default value: a resumed run keeps the rest of its settings.
+    named = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") not in DEFAULTS]
     try:
         result = training.train(
-            {name: value for name, value in settings.items() if _named(context, name)},
-            backend=backend,
-            device=device,
-            output=output,
-            resume=resume,
-            overwrite=overwrite,
+            {field.name: context.params[field.name] for field in fields(Config) if field.name in named},
+            backend=backend, device=device, output=output, resume=resume, overwrite=overwrite,
             checkpoint_every=checkpoint_every,
-        )
+        )  # fmt: skip
     except training.OptionError as error:
         raise UsageError(str(error)) from error
     except KeyboardInterrupt as interrupt:
@@ -60,22 +55,18 @@ def train(
     typer.echo(json.dumps(result) if json_output else _summary(result))
 
 
-def _named(context: typer.Context, option: str) -> bool:
-    """Say whether the user named an option, even if with its default value."""
-    source = context.get_parameter_source(option)
-    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+DEFAULTS = ("", "DEFAULT", "DEFAULT_MAP")
 
 
 def _summary(result: dict[str, Any]) -> str:
-    def shown(value: float | None, form: str, otherwise: str) -> str:
-        return otherwise if value is None else format(value, form)
-
-    ratio = shown(result["loss_ratio"], ".2%", "no part (all targets are equal)")
+    ratio, accuracy = result["loss_ratio"], result["pointer_accuracy"]
+    part = "no part (all targets are equal)" if ratio is None else f"{ratio:.2%}"
+    pointer = "none (the targets are not input rows)" if accuracy is None else f"{accuracy:.4f}"
     return "\n".join([
         f"{result['backend']} on {result['device']}, {result['dtype']}: step {result['steps']} after "
         f"{result['seconds']:.1f} s, {result['steps_per_second']:.0f} steps/s",
         f"loss              {result['loss']:.4g} on {result['evaluated_on']}",
-        f"                  {ratio} of {result['baseline_loss']:.4g}, the loss of predicting the mean row",
-        f"pointer accuracy  {shown(result['pointer_accuracy'], '.4f', 'none (the targets are not input rows)')}",
+        f"                  {part} of {result['baseline_loss']:.4g}, the loss of predicting the mean row",
+        f"pointer accuracy  {pointer}",
         f"output            {result['output']}",
     ])  # fmt: skip

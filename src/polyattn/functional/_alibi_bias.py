@@ -6,7 +6,7 @@ import math
 
 from ..errors import ArgumentError
 from ..kernels import AlibiBias
-from ._operation import is_number, shown
+from ._checks import is_number, shown
 
 __all__ = ["alibi_bias"]
 

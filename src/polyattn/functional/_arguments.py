@@ -1,91 +1,85 @@
-"""The arguments of attention: checked, and sorted into arrays and static settings."""
+"""The arguments of attention: checked, and divided into arrays and static arguments."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import Array, Place, dtype_name
+from ..backend import Array, Backend, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import Problem, Sizes, StructuredBias, StructuredMask
 from ..kernels._arrays import broadcast_shapes
 from ..registry import owner
-from ._operation import expect_arrays, expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
-
-ARRAYS = (
-    "q", "k", "v", "bias", "sinks", "mask", "q_offset", "key_lengths", "q_segments", "k_segments", "seed",
-)  # fmt: skip
-"""The order in which attention's native functions take their arrays; the first five have gradients."""
+from ._checks import expect_arrays, expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
 
 
-class Settings(NamedTuple):
-    """The static arguments of one attention call. Integers are None here where they came as arrays."""
+class Arguments(NamedTuple):
+    """The checked arguments of one attention call, both parts named like the fields of :class:`Problem`."""
 
-    sizes: Sizes
-    causal: bool
-    window: tuple[int | None, int | None]
-    scale: float
-    softcap: float | None
-    dropout: float
-    q_offset: int | None
-    key_lengths: int | None
-    seed: int | None
-    kernel: str | None = None
-    device: str | None = None
-    mask: StructuredMask | None = None
-    """The mask where it is no array."""
-    bias: StructuredBias | None = None
-    """The bias where it is no array; its table, if it has one, stands in its place among the arrays."""
+    arrays: dict[str, Array]
+    """The arrays that were given, q, k and v among them. ``bias`` is the table of a structured bias that has one."""
+    options: dict[str, Any]
+    """What is static."""
 
 
-def checked(
-    q: Array, k: Array, v: Array | None, *, mask: Any = None, bias: Any = None, causal: bool = False,
+def checked_call(q: Array, k: Array, v: Array, **arguments: Any) -> Arguments:
+    """Return the arrays and the static arguments of a call by name, or raise what is wrong with them."""
+    if v is None:
+        expect_arrays(v=v)
+    arrays, options = checked_options(checked_sizes(q, k, v), **arguments)
+    return Arguments({"q": q, "k": k, "v": v, **arrays}, options)
+
+
+def checked_options(
+    sizes: Sizes, *, mask: Any = None, bias: Any = None, causal: bool = False,
     q_offset: Any = None, window: Any = None, key_lengths: Any = None, segment_ids: Any = None,
     scale: float | None = None, softcap: float | None = None, sinks: Any = None, dropout: float = 0.0,
     seed: Any = None, kernel: str | None = None,
-) -> tuple[dict[str, Array | None], Settings]:  # fmt: skip
-    """Return the arrays by name and the settings, or raise what is wrong with them."""
-    sizes = checked_sizes(q, k, v)
-    _check_pairs(mask, bias, sinks, sizes)
-    q_segments, k_segments = _checked_segments(segment_ids, sizes)
-    if q_offset is None:
-        q_offset = sizes.n_k - sizes.n_q
-    integers = {"q_offset": q_offset, "key_lengths": key_lengths, "seed": seed}
-    static = {name: static_integer(name, x, () if name == "seed" else sizes.batch) for name, x in integers.items()}
-    if key_lengths is not None:
-        _check_lengths(key_lengths, static["key_lengths"], sizes.n_k)
-    settings = Settings(
-        sizes=sizes,
-        causal=_checked_causal(causal),
-        window=_checked_window(window),
-        scale=_checked_scale(scale, sizes.d_k),
-        softcap=_checked_softcap(softcap),
-        dropout=_checked_dropout(dropout, seed),
-        q_offset=static["q_offset"],
-        key_lengths=static["key_lengths"],
-        seed=static["seed"],
-        kernel=kernel,
-        mask=mask if isinstance(mask, StructuredMask) else None,
-        bias=bias.without_table() if isinstance(bias, StructuredBias) else None,
-    )
-    dynamic = {name: x if static[name] is None else None for name, x in integers.items()}
-    arrays = {
-        "q": q, "k": k, "v": v, "bias": bias.table if isinstance(bias, StructuredBias) else bias, "sinks": sinks,
-        "mask": None if isinstance(mask, StructuredMask) else mask, "q_offset": dynamic["q_offset"],
-        "key_lengths": dynamic["key_lengths"], "q_segments": q_segments, "k_segments": k_segments,
-        "seed": dynamic["seed"],
+) -> Arguments:  # fmt: skip
+    """Return the arguments beside q, k and v for a problem of these sizes, or raise what is wrong with them."""
+    arrays: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "sizes": sizes, "causal": _checked_causal(causal), "scale": _checked_scale(scale, sizes.d_k), "kernel": kernel,
     }  # fmt: skip
-    return {name: arrays[name] for name in ARRAYS}, settings
+    if mask is not None or bias is not None or sinks is not None:
+        _expect_pairs(mask, bias, sinks, sizes)
+        if isinstance(bias, StructuredBias):
+            options["bias_structure"], bias = bias.without_table(), bias.table
+        (options if isinstance(mask, StructuredMask) else arrays)["mask"] = mask
+        arrays |= {"bias": bias, "sinks": sinks}
+    if segment_ids is not None:
+        arrays["q_segments"], arrays["k_segments"] = _checked_segments(segment_ids, sizes)
+    integers = {"q_offset": sizes.n_k - sizes.n_q if q_offset is None else q_offset, "key_lengths": key_lengths}
+    for name, x in {**integers, "seed": seed}.items():
+        if x is not None:
+            static = static_integer(name, x, () if name == "seed" else sizes.batch)
+            (arrays if static is None else options)[name] = x if static is None else static
+    if key_lengths is not None:
+        _expect_lengths(key_lengths, options.get("key_lengths"), sizes.n_k)
+    if window is not None:
+        options["window"] = checked_window(window)
+    if softcap is not None:
+        options["softcap"] = _checked_softcap(softcap)
+    if seed is not None or not (type(dropout) is float and dropout == 0):
+        options["dropout"] = _checked_dropout(dropout, seed)
+    return Arguments({name: x for name, x in arrays.items() if x is not None}, options)
 
 
-def checked_call(q: Array, k: Array, v: Array, **arguments: Any) -> tuple[dict[str, Array | None], Settings]:
-    """Check a call that has values; without them :func:`checked` is the call of the weights alone."""
-    expect_arrays(v=v)
-    return checked(q, k, v, **arguments)
+def make_problem(
+    backend: Backend, q: Array, device: str | None, *, bias: Array | None = None,
+    bias_structure: StructuredBias | None = None, **arguments: Any,
+) -> Problem:  # fmt: skip
+    """Return the problem that a kernel computes, from native arrays and static arguments."""
+    if bias_structure is not None:
+        arguments |= {"bias": bias_structure, "table": bias}
+    elif bias is not None:
+        arguments["bias"] = bias
+    return Problem(backend, dtype=dtype_name(q.dtype), device=device, **arguments)
 
 
 def expect_keywords(layer: str, arguments: dict[str, Any], *own: str) -> None:
@@ -96,27 +90,15 @@ def expect_keywords(layer: str, arguments: dict[str, Any], *own: str) -> None:
             raise TypeError(f"{layer}: a call takes no argument {name!r}; it takes {taken}")
 
 
-def make_problem(place: Place, arrays: tuple[Any, ...], settings: Settings) -> Problem:
-    """Return the problem as a kernel is told it, from native arrays in the order of ARRAYS."""
-    q, _, _, bias, sinks, mask, q_offset, key_lengths, q_segments, k_segments, seed = arrays
-    return Problem(
-        place.backend, settings.sizes, dtype_name(q.dtype), place.device, settings.scale, settings.causal,
-        settings.window, settings.softcap, settings.dropout,
-        _either(settings.q_offset, q_offset, 0), _either(settings.key_lengths, key_lengths, None),
-        _either(settings.seed, seed, None), _either(settings.mask, mask, None), _either(settings.bias, bias, None),
-        sinks, q_segments, k_segments, table=None if settings.bias is None else bias,
-    )  # fmt: skip
-
-
-KEYWORDS = tuple(inspect.signature(checked).parameters)[3:]
+KEYWORDS = tuple(inspect.signature(checked_options).parameters)[1:]
 
 
 def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
     """Return the axis lengths, once they fit together. Without v, d_v is 0."""
     named = {"q": q, "k": k} | ({} if v is None else {"v": v})
+    expect_one_dtype(**named)
     for name, x in named.items():
         expect_rank(name, x, 2)
-    expect_one_dtype(**named)
     (*q_batch, n_q, d_k), (*k_batch, n_k, _) = q.shape, k.shape
     if k.shape[-1] != d_k:
         raise ShapeError(f"k: expected (…, n_k, {d_k}) to match q's d_k={d_k}, got {tuple(k.shape)}")
@@ -126,17 +108,23 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
         if v_length != n_k:
             raise ShapeError(f"v: expected (…, {n_k}, d_v) to match k's n_k={n_k}, got {tuple(v.shape)}")
     # Two axes are one head.
-    (*q_lead, heads), (*k_lead, kv_heads), (*v_lead, v_heads) = (b or [1] for b in (q_batch, k_batch, v_batch))
+    (*q_lead, heads), (*k_lead, kv_heads), (*v_lead, v_heads) = q_batch or [1], k_batch or [1], v_batch or [1]
     if v_heads != kv_heads:
         raise ShapeError(f"v: expected {kv_heads} heads like k, got {v_heads}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ShapeError(f"q: expected a number of heads that is a multiple of k's {kv_heads}, got {heads}")
+    return Sizes(broadcast_lead(named, q_lead, k_lead, v_lead), heads, kv_heads, n_q, n_k, d_k, d_v)
+
+
+def broadcast_lead(named: Mapping[str, Array], q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape to which the leading axes of q, k and v broadcast; ``named`` are the arrays for the message."""
+    if q == k == v:
+        return tuple(q)
     try:
-        batch = broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
+        return broadcast_shapes(tuple(q), tuple(k), tuple(v))
     except ValueError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
         raise ShapeError(f"expected leading axes that broadcast, got {shapes}") from None
-    return Sizes(batch, heads, kv_heads, n_q, n_k, d_k, d_v)
 
 
 def expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> None:
@@ -145,7 +133,7 @@ def expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: s
         raise ShapeError(f"{name}: expected a shape that broadcasts to {meaning} = {shape}, got {tuple(x.shape)}")
 
 
-def _check_pairs(mask: Any, bias: Any, sinks: Any, sizes: Sizes) -> None:
+def _expect_pairs(mask: Any, bias: Any, sinks: Any, sizes: Sizes) -> None:
     if isinstance(mask, StructuredMask):
         mask.expect_fit(sizes)
     elif mask is not None:
@@ -170,9 +158,7 @@ def _check_pairs(mask: Any, bias: Any, sinks: Any, sizes: Sizes) -> None:
             raise ShapeError(f"sinks: expected one logit for each of the {sizes.heads} heads, got {tuple(sinks.shape)}")
 
 
-def _checked_segments(segment_ids: Any, sizes: Sizes) -> tuple[Array | None, Array | None]:
-    if segment_ids is None:
-        return None, None
+def _checked_segments(segment_ids: Any, sizes: Sizes) -> tuple[Array, Array]:
     if not isinstance(segment_ids, tuple | list) or len(segment_ids) != 2:
         raise ShapeError(
             f"segment_ids: expected a pair (query ids (…, n_q), key ids (…, n_k)), got {type(segment_ids).__name__}"
@@ -211,13 +197,13 @@ def _is_scalar(x: Any) -> bool:
     return isinstance(x, np.generic)
 
 
-def _check_lengths(key_lengths: Any, static: int | None, n_k: int) -> None:
+def _expect_lengths(key_lengths: Any, static: int | None, n_k: int) -> None:
     """Check lengths whose values are at hand; elsewhere a key past the end does not exist, and none is added."""
     if static is not None:
         low = high = static
     else:
         backend = owner(key_lengths, "key_lengths")
-        if not backend.on_host(key_lengths) or 0 in key_lengths.shape:
+        if not backend.state(key_lengths).readable or 0 in key_lengths.shape:
             return
         values = backend.to_numpy(key_lengths)
         low, high = int(values.min()), int(values.max())
@@ -234,7 +220,7 @@ def _checked_causal(causal: Any) -> bool:
     return bool(causal)
 
 
-def _checked_window(window: Any) -> tuple[int | None, int | None]:
+def checked_window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
@@ -271,9 +257,3 @@ def _checked_dropout(dropout: float, seed: Any) -> float:
     if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
         raise ArgumentError(f"seed: expected an integer of 64 bits, got {seed}")
     return float(dropout)
-
-
-def _either(static: Any, array: Any, default: Any) -> Any:
-    if static is not None:
-        return static
-    return default if array is None else array

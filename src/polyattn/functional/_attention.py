@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from ..backend import Array, Backend, Cache, Place, dtype_name
-from ..conversion import move
+from ..backend import Array, Backend, Cache, dtype_name
 from ..kernels import (
     GENERIC,
     AttentionGrads,
     Kernel,
     Problem,
+    Record,
     RowStatistics,
     cast,
     choose,
     expand,
-    named,
     statistics_of_lse,
     unbroadcast,
     unrounded,
     wide,
 )
-from ._arguments import Settings, checked_call, make_problem
-from ._operation import Operation, expect_cache, homeward, upstream_of
+from ._arguments import checked_call, make_problem
+from ._dispatch import Operation, expect_cache, finish, run, run_backward, to_compute_device, upstream
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
 
@@ -33,49 +32,62 @@ __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forwa
 logger = logging.getLogger("polyattn")
 
 
-def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
-    """Choose the kernel, so that the backward runs in the same one."""
-    settings: Settings = static["settings"]
-    problem = make_problem(place, arrays, settings)
-    kernel = kernel_for(problem, settings.kernel)
-    logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, place, kernel.name)
-    return {"settings": settings._replace(kernel=kernel.name, device=place.device)}
+@dataclass(frozen=True, eq=False)
+class Saved(Record):
+    """What the backward needs, in the shapes of the call."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    statistics: RowStatistics
+    problem: Problem
+    kernel: Kernel
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "out", "statistics", "problem")
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel that computed it."""
+        return self.kernel.name
+
+    def with_heads(self) -> Saved:
+        """Return it in the shapes that kernels know, with a head axis."""
+        q, k, v, out = (with_head(x) for x in (self.q, self.k, self.v, self.out))
+        statistics = self.statistics.reshaped(self.problem.xp, self.problem.sizes.scores[:-1])
+        return replace(self, q=q, k=k, v=v, out=out, statistics=statistics)
 
 
-def forward(backend: Backend, *arrays: Array, settings: Settings) -> tuple[Array, tuple[Any, ...]]:
-    """Run the kernel's forward; save the arrays, out and the row statistics."""
-    problem, (q, k, v) = _with_heads(backend, arrays, settings)
-    if problem.sizes.empty:
-        out, statistics = _empty_forward(q, problem)
-    else:
-        out, statistics = named(backend.kernels, settings.kernel or GENERIC.name).forward(q, k, v, problem)
-    if all(x.ndim == 2 for x in arrays[:3]):
-        out, statistics = out[0, ...], RowStatistics(*(x[0, ...] for x in statistics))
-    return out, (*arrays, out, *statistics)
+def forward(
+    backend: Backend, q: Array, k: Array, v: Array, *, kernel: str | None = None, **arguments: Any
+) -> tuple[Array, Saved]:
+    """Choose a kernel and run its forward."""
+    problem = make_problem(backend, q, backend.device_of(q), **arguments)
+    chosen = kernel_for(problem, kernel)
+    logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, backend.name, chosen.name)
+    compute = empty_forward if problem.sizes.empty else chosen.forward
+    out, statistics = compute(with_head(q), with_head(k), with_head(v), problem)
+    if q.ndim == k.ndim == v.ndim == 2:
+        out, statistics = out[0, ...], statistics.reshaped(problem.xp, out.shape[1:-1])
+    return out, Saved(q, k, v, out, statistics, problem, chosen)
 
 
-def backward(
-    backend: Backend, dout: Array, saved: tuple[Any, ...], *, settings: Settings, dlse: Array | None = None
-) -> tuple[Any, ...]:
-    """Run the kernel's backward; a gradient for each array, None for the integers."""
-    *arrays, out, largest, log_total = saved
-    problem, (q, k, v) = _with_heads(backend, arrays, settings)
-    statistics = RowStatistics(largest, log_total)
-    if all(x.ndim == 2 for x in arrays[:3]):
-        dout, out = dout[None, ...], out[None, ...]
-        statistics = RowStatistics(*(x[None, ...] for x in statistics))
-        dlse = None if dlse is None else dlse[None, ...]
-    if problem.sizes.empty:
-        grads = _empty_backward(dlse, q, k, v, problem)
-    else:
-        kernel = named(backend.kernels, settings.kernel or GENERIC.name)
-        grads = kernel.backward(dout, dlse, q, k, v, out, statistics, problem)
-    xp = backend.namespace()
-    shaped = (xp.reshape(dx, x.shape) for dx, x in zip(grads[:3], arrays, strict=False))
-    return (*shaped, *grads[3:], *(None for _ in arrays[5:]))
+def backward(backend: Backend, dout: Array, saved: Saved, dlse: Array | None = None) -> AttentionGrads:
+    """Run the backward of the kernel that computed the forward."""
+    xp, problem, x = backend.namespace(), saved.problem, saved.with_heads()
+    dlse = None if dlse is None else xp.reshape(dlse, problem.sizes.scores[:-1])
+    compute = empty_backward if problem.sizes.empty else saved.kernel.backward
+    grads = compute(with_head(dout), dlse, x.q, x.k, x.v, x.out, x.statistics, problem)
+    dq, dk, dv = (xp.reshape(dx, y.shape) for dx, y in ((grads.q, saved.q), (grads.k, saved.k), (grads.v, saved.v)))
+    return grads._replace(q=dq, k=dk, v=dv)
 
 
-_operation = Operation("attention", forward, backward, prepare)
+def with_head(x: Array) -> Array:
+    """Return queries, keys, values or results with a head axis."""
+    return x[None, ...] if x.ndim == 2 else x
+
+
+OPERATION = Operation("attention", forward, backward)
 
 
 def attention(
@@ -157,11 +169,11 @@ def attention(
     >>> pa.attention(q, k, v, mask=np.array([True, True, False]))
     array([[0.5, 0.5, 0. ]])
     """
-    arrays, settings = checked_call(
+    arguments = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
-    return _operation.call(arrays, {"settings": settings}, backend)
+    return run(OPERATION, *arguments, backend)
 
 
 def attention_forward(
@@ -177,16 +189,16 @@ def attention_forward(
     in float32 or float64; −inf for a row that may attend to nothing. ``cache.row_statistics`` is the same without
     loss of digits, as the two numbers whose sum it is: the largest score, and log Σ exp(score − largest).
     """
-    arrays, settings = checked_call(
+    arguments = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
-    out, cache = _operation.record(arrays, {"settings": settings}, backend)
-    with cache.place.backend.scope():
-        statistics = unrounded_of(cache.place.backend, cache.arrays, dict(cache.static)["settings"])
-        lse = statistics.lse
-    statistics = RowStatistics(*(move(x, cache.home, name="row_statistics") for x in statistics))
-    return out, replace(cache, lse=move(lse, cache.home, name="lse"), row_statistics=statistics)
+    placed = to_compute_device(arguments.arrays, backend)
+    with placed.place.backend.scope():
+        out, saved = forward(placed.place.backend, **placed.arrays, **arguments.options)
+        statistics = row_statistics_of(saved)
+    statistics = RowStatistics(*(placed.to_input_device(x, "row_statistics") for x in statistics))
+    return finish("attention", placed, out, saved, statistics)
 
 
 def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> AttentionGrads:
@@ -207,24 +219,18 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     dQ = dS K · scale, dK = dSᵀ Q · scale.
     """
     expect_cache(cache, "attention")
-    more = {}
     if dlse is not None:
-        like = cache.arrays[-1]
-        more["dlse"] = upstream_of(tuple(like.shape), dtype_name(like.dtype), dlse, cache, "dlse")
-    grads = _operation.reverse(dout, cache, name="dout", **more)
-    return AttentionGrads(*homeward(grads[:5], cache, AttentionGrads))
+        like = cache.saved.statistics.log_total
+        dlse = upstream(dlse, tuple(like.shape), dtype_name(like.dtype), cache, "dlse")
+    return run_backward(OPERATION, dout, cache, AttentionGrads, name="dout", dlse=dlse)
 
 
-def unrounded_of(backend: Backend, saved: tuple[Any, ...], settings: Settings) -> RowStatistics:
+def row_statistics_of(saved: Saved) -> RowStatistics:
     """Return the row statistics of a forward, with all their digits whatever kernel it was."""
-    *arrays, _, largest, log_total = saved
-    statistics, kernel = RowStatistics(largest, log_total), named(backend.kernels, settings.kernel or GENERIC.name)
-    problem, (q, k, _) = _with_heads(backend, arrays, settings)
-    if problem.sizes.empty:
-        return statistics
-    xp, shape, rows = problem.xp, largest.shape, problem.sizes.scores[:-1]
-    with_head = RowStatistics(*(xp.reshape(x, rows) for x in statistics))
-    return RowStatistics(*(xp.reshape(x, shape) for x in unrounded(kernel, q, k, with_head, problem)))
+    if saved.problem.sizes.empty:
+        return saved.statistics
+    x, shape = saved.with_heads(), saved.statistics.largest.shape
+    return unrounded(saved.kernel, x.q, x.k, x.statistics, x.problem).reshaped(x.problem.xp, shape)
 
 
 def kernel_for(problem: Problem, name: str | None) -> Kernel:
@@ -234,13 +240,7 @@ def kernel_for(problem: Problem, name: str | None) -> Kernel:
     return GENERIC if odd else choose(problem.backend.kernels, problem, name)
 
 
-def _with_heads(backend: Backend, arrays: Any, settings: Settings) -> tuple[Problem, list[Array]]:
-    """Return the problem, and q, k and v with a head axis each."""
-    problem = make_problem(Place(backend, settings.device), tuple(arrays), settings)
-    return problem, [x[None, ...] if x.ndim == 2 else x for x in arrays[:3]]
-
-
-def _empty_forward(q: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+def empty_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
     """Answer a problem without scores: zeros, and the statistics of an empty sum or of the sink alone."""
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     dtype, device = wide(xp, q.dtype), problem.native_device
@@ -251,7 +251,10 @@ def _empty_forward(q: Array, problem: Problem) -> tuple[Array, RowStatistics]:
     return out, statistics_of_lse(xp, lse)
 
 
-def _empty_backward(dlse: Array | None, q: Array, k: Array, v: Array, problem: Problem) -> AttentionGrads:
+def empty_backward(
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+    problem: Problem,
+) -> AttentionGrads:  # fmt: skip
     """Answer with zeros; only a sink still moves lse."""
     xp = problem.xp
     dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))

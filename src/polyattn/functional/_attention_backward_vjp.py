@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..backend import Array, Cache, dtype_name
-from ..conversion import move
-from ..kernels import Problem, RowStatistics, cast
+from ..kernels import cast
 from ..kernels._backward_vjp import backward_vjp
 from ..kernels._jvp import Tangents
-from ._attention_jvp import compiled, in_order, with_head, with_heads
-from ._operation import expect_cache, settings_of, upstream, upstream_of
+from ._attention import Saved, with_head
+from ._attention_jvp import compiled, in_order, with_heads
+from ._dispatch import expect_cache, to_home, upstream
 
 __all__ = ["AttentionBackwardGrads", "attention_backward_vjp"]
 
@@ -95,37 +95,34 @@ def attention_backward_vjp(
            [ 0.25]])
     """
     expect_cache(cache, "attention")
-    *inputs, out, largest, log_total = cache.arrays
-    given = in_order(cotangents, "cotangents", dict(zip(Tangents._fields, inputs[:5], strict=True)))
+    saved: Saved = cache.saved
+    bias, sinks = saved.problem.bias_array, saved.problem.sinks
+    inputs = {"q": saved.q, "k": saved.k, "v": saved.v, "bias": bias, "sinks": sinks}
+    given = in_order(cotangents, "cotangents", inputs)
     moved = Tangents(*(
-        None if x is None else upstream_of(tuple(like.shape), dtype_name(like.dtype), x, cache, name)
-        for (name, x), like in zip(given.items(), inputs, strict=False)
+        None if x is None else upstream(x, tuple(like.shape), dtype_name(like.dtype), cache, name)
+        for (name, x), like in zip(given.items(), inputs.values(), strict=True)
     ))  # fmt: skip
-    dout = upstream(dout, cache, "attention", "dout")
+    dout = upstream(dout, cache.y_shape, cache.y_dtype, cache, "dout")
     if dlse is not None:
-        dlse = upstream_of(tuple(largest.shape), dtype_name(largest.dtype), dlse, cache, "dlse")
+        like = saved.statistics.log_total
+        dlse = upstream(dlse, tuple(like.shape), dtype_name(like.dtype), cache, "dlse")
     native = cache.place.backend
     with native.scope():
-        second = compiled(_second, native, inputs, settings_of(cache)["settings"])(
-            moved, dout, dlse, out, RowStatistics(largest, log_total)
-        )  # fmt: skip
-    home = (None if x is None else move(x, cache.home, name=f"d{name}") for name, x in second._asdict().items())
-    return AttentionBackwardGrads(*home)
+        second = compiled(_second, native, saved)(moved, dout, dlse)
+    return AttentionBackwardGrads(**to_home(second._asdict(), cache))
 
 
-def _second(
-    problem: Problem, inputs: tuple[Array, Array, Array], cotangents: Tangents, dout: Array, dlse: Array | None,
-    out: Array, statistics: RowStatistics,
-) -> AttentionBackwardGrads:  # fmt: skip
+def _second(saved: Saved, cotangents: Tangents, dout: Array, dlse: Array | None) -> AttentionBackwardGrads:
     """Return the gradients of everything, in its shape and dtype."""
+    problem = saved.problem
     xp, rows = problem.xp, problem.sizes.scores[:-1]
-    q, k, v = (with_head(x) for x in inputs)
-    statistics = RowStatistics(*(xp.reshape(x, rows) for x in statistics))
-    dlse_ = None if dlse is None else xp.reshape(dlse, rows)
+    x, dlse_ = saved.with_heads(), None if dlse is None else xp.reshape(dlse, rows)
     of_dout, of_dlse, of = backward_vjp(
-        with_heads(cotangents), with_head(dout), dlse_, q, k, v, with_head(out), statistics, problem
+        with_heads(cotangents), with_head(dout), dlse_, x.q, x.k, x.v, x.out, x.statistics, problem
     )
-    of_q, of_k, of_v = (xp.reshape(dx, x.shape) for dx, x in zip(of[:3], inputs, strict=True))
+    pairs = ((of.q, saved.q), (of.k, saved.k), (of.v, saved.v))
+    of_q, of_k, of_v = (xp.reshape(dx, y.shape) for dx, y in pairs)
     of_dlse = None if dlse is None else cast(xp, xp.reshape(of_dlse, dlse.shape), dlse.dtype)
     of_dout = cast(xp, xp.reshape(of_dout, dout.shape), dout.dtype)
     return AttentionBackwardGrads(of_dout, of_q, of_k, of_v, of.bias, of.sinks, of_dlse)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..backend import Array, Backend, Place, dtype_name
+from ..backend import Array, Backend, Structure, dtype_name, flatten
 from ..errors import ArgumentError
-from ..kernels import Problem, RowStatistics, cast
+from ..kernels import cast
 from ..kernels._jvp import Tangents, jvp
-from ._arguments import ARRAYS, Settings, checked_call, make_problem
-from ._attention import forward, prepare, unrounded_of
-from ._operation import embark, expect_dtype, expect_shape, shown
+from ._arguments import checked_call
+from ._attention import Saved, forward, row_statistics_of, with_head
+from ._checks import expect_dtype, expect_shape, shown
+from ._dispatch import to_compute_device
 
 __all__ = ["attention_jvp"]
 
@@ -80,26 +82,24 @@ def attention_jvp(
     >>> out, out_dot
     (array([[2.]]), array([[1.]]))
     """
-    arrays, settings = checked_call(
+    arrays, options = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
-    given = in_order(tangents, "tangents", {name: arrays[name] for name in Tangents._fields})
+    given = in_order(tangents, "tangents", {name: arrays.get(name) for name in Tangents._fields})
     for name, x in given.items():
         if x is not None:
             like = arrays[name.removeprefix("tangents.")]
-            expect_dtype(dtype_name(like.dtype), "its argument's", **{name: x})  # type: ignore[union-attr]  # it is there
-            expect_shape(name, x, tuple(like.shape))  # type: ignore[union-attr]
-    trip = embark(arrays | given, backend)
-    native, inputs, moved = trip.place.backend, trip.arrays[: len(ARRAYS)], Tangents(*trip.arrays[len(ARRAYS) :])
-    settings = prepare(trip.place, inputs, {"settings": settings})["settings"]
+            expect_dtype(dtype_name(like.dtype), "its argument's", **{name: x})
+            expect_shape(name, x, tuple(like.shape))
+    placed = to_compute_device(arrays | given, backend)
+    native, moved = placed.place.backend, Tangents(*(placed.arrays.pop(name) for name in given))
     with native.scope():
-        out, saved = forward(native, *inputs, settings=settings)
-        statistics = RowStatistics(*saved[-2:])
-        out_dot, lse_dot = compiled(_tangents, native, inputs, settings)(moved, out, statistics)
-        lse = unrounded_of(native, saved, settings).lse if return_lse else None
+        out, saved = forward(native, **placed.arrays, **options)
+        out_dot, lse_dot = compiled(_tangents, native, saved)(moved)
+        lse = row_statistics_of(saved).lse if return_lse else None
     results = {"out": out, "out_dot": out_dot} | ({"lse": lse, "lse_dot": lse_dot} if return_lse else {})
-    return tuple(trip.back(x, name) for name, x in results.items())
+    return tuple(placed.to_input_device(x, name) for name, x in results.items())
 
 
 def in_order(given: Any, what: str, arguments: Mapping[str, Array | None]) -> dict[str, Array | None]:
@@ -118,49 +118,38 @@ def in_order(given: Any, what: str, arguments: Mapping[str, Array | None]) -> di
     return {f"{what}.{name}": x for name, x in entries.items()}
 
 
-def compiled(
-    function: Callable[..., Any], native: Backend, inputs: Sequence[Array | None], settings: Settings
-) -> Callable[..., Any]:
-    """Return ``function(problem, (q, k, v), *more)`` for arrays ``more``, compiled where the library compiles.
+def compiled(function: Callable[..., Any], native: Backend, saved: Saved) -> Callable[..., Any]:
+    """Return ``function(saved, *more)`` for records ``more``, compiled where the library compiles.
 
     The seed is an operand: a new one compiles nothing.
     """
-    *others, seed = inputs
-    if settings.seed is not None and -(2**31) <= settings.seed < 2**31:
-        xp = native.namespace()
-        seed = xp.asarray(settings.seed, dtype=xp.int32, device=native.native_device(settings.device))
-        settings = settings._replace(seed=None)
-    return functools.partial(_compiled(function, native, settings), (*others, seed))
+    seed = saved.problem.seed
+    if isinstance(seed, int) and -(2**31) <= seed < 2**31:
+        xp, device = native.namespace(), saved.problem.native_device
+        saved = replace(saved, problem=replace(saved.problem, seed=xp.asarray(seed, dtype=xp.int32, device=device)))
+    arrays, structure = flatten(saved)
+    return functools.partial(_compiled(function, native, structure), arrays)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(function: Callable[..., Any], native: Backend, settings: Settings) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], native: Backend, structure: Structure) -> Callable[..., Any]:
     """Return the function with everything static bound."""
 
-    def run(inputs: tuple[Array | None, ...], *more: Any) -> Any:
-        problem = make_problem(Place(native, settings.device), inputs, settings)
-        return function(problem, inputs[:3], *more)
+    def run(arrays: tuple[Array, ...], *more: Any) -> Any:
+        return function(structure.build(arrays), *more)
 
     return native.jit(run)
 
 
-def with_head(x: Array | None) -> Any:
-    """Return an array of queries, keys or values with a head axis."""
-    return x[None, ...] if x is not None and x.ndim == 2 else x
-
-
 def with_heads(moved: Tangents) -> Tangents:
     """Return tangents of queries, keys and values with a head axis."""
-    return moved._replace(q=with_head(moved.q), k=with_head(moved.k), v=with_head(moved.v))
+    q, k, v = (None if x is None else with_head(x) for x in (moved.q, moved.k, moved.v))
+    return moved._replace(q=q, k=k, v=v)
 
 
-def _tangents(
-    problem: Problem, inputs: tuple[Array, Array, Array], moved: Tangents, out: Array, statistics: RowStatistics
-) -> tuple[Array, Array]:
+def _tangents(saved: Saved, moved: Tangents) -> tuple[Array, Array]:
     """Return the tangents of out and lse, in their shapes and dtypes."""
-    xp, lse = problem.xp, statistics.largest
-    q, k, v = (with_head(x) for x in inputs)
-    statistics = RowStatistics(*(xp.reshape(x, problem.sizes.scores[:-1]) for x in statistics))
-    result = jvp(q, k, v, with_heads(moved), with_head(out), statistics, problem)
-    out_dot, lse_dot = xp.reshape(result.out_dot, out.shape), xp.reshape(result.lse_dot, lse.shape)
-    return cast(xp, out_dot, out.dtype), cast(xp, lse_dot, lse.dtype)
+    x, lse, xp = saved.with_heads(), saved.statistics.log_total, saved.problem.xp
+    result = jvp(x.q, x.k, x.v, with_heads(moved), x.out, x.statistics, x.problem)
+    out_dot, lse_dot = xp.reshape(result.out_dot, saved.out.shape), xp.reshape(result.lse_dot, lse.shape)
+    return cast(xp, out_dot, saved.out.dtype), cast(xp, lse_dot, lse.dtype)

@@ -9,7 +9,8 @@ from typing import Any
 from ..backend import Array
 from ..errors import ArgumentError
 from ..kernels import RowStatistics, cast, merge, statistics_of_lse, wide, widen
-from ._operation import embark, expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
+from ._checks import expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
+from ._dispatch import to_compute_device
 
 __all__ = ["attention_merge"]
 
@@ -60,21 +61,21 @@ def attention_merge(
     shape = tuple(parts[0][0].shape)
     for name, x in arrays.items():
         expect_shape(name, x, shape if name in outs else shape[:-1])
-    trip = embark(arrays)
-    xp, native = trip.place.backend.namespace(), iter(trip.arrays)
-    dtype = wide(xp, next(iter(trip.arrays)).dtype)  # type: ignore[union-attr]  # every array is there
+    placed = to_compute_device(arrays)
+    xp, native = placed.place.backend.namespace(), placed.arrays
+    dtype = wide(xp, native["parts[0] out"].dtype)
 
-    def statistics_of(given: Array | RowStatistics) -> RowStatistics:
-        if isinstance(given, RowStatistics):
-            return RowStatistics(*(cast(xp, next(native), dtype) for _ in given))
-        return statistics_of_lse(xp, cast(xp, next(native), dtype))
+    def native_part(i: int, given: Array | RowStatistics) -> tuple[Array, RowStatistics]:
+        out, *rows = (native[f"parts[{i}] {name}"] for name in _named(None, given))
+        rows = [cast(xp, x, dtype) for x in rows]
+        return widen(xp, out), RowStatistics(*rows) if len(rows) == 2 else statistics_of_lse(xp, *rows)
 
-    pairs = [(widen(xp, next(native)), statistics_of(given)) for _, given in parts]
+    pairs = [native_part(i, given) for i, (_, given) in enumerate(parts)]
     out, statistics = reduce(lambda a, b: merge(xp, a, b), pairs)
-    out = trip.back(cast(xp, out, trip.arrays[0].dtype), "out")  # type: ignore[union-attr]
+    out = placed.to_input_device(cast(xp, out, native["parts[0] out"].dtype), "out")
     if all(isinstance(given, RowStatistics) for _, given in parts):
-        return out, RowStatistics(*(trip.back(x, "row_statistics") for x in statistics))
-    return out, trip.back(statistics.lse, "lse")
+        return out, RowStatistics(*(placed.to_input_device(x, "row_statistics") for x in statistics))
+    return out, placed.to_input_device(statistics.lse, "lse")
 
 
 def _named(out: Array, given: Array | RowStatistics) -> dict[str, Array]:

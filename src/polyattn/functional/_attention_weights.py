@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from ..backend import Array, Backend, Place
-from ..kernels import AttentionGrads, Problem, cast, expand, unbroadcast, widen
+from ..backend import Array, Backend
+from ..kernels import AttentionGrads, Problem, Record, cast, expand, unbroadcast, widen
 from ..kernels._plain import (
     Rows,
     Scores,
@@ -18,24 +19,33 @@ from ..kernels._plain import (
     sum_heads,
 )
 from ..kernels._units import Units, fits, row_units
-from ._arguments import Settings, checked, make_problem
-from ._operation import Operation
+from ._arguments import checked_options, checked_sizes, make_problem
+from ._attention import with_head
+from ._dispatch import Operation, run
 
 __all__ = ["attention_weights"]
 
 
-def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
-    """Note the device, for creations."""
-    return {"settings": static["settings"]._replace(device=place.device)}
+@dataclass(frozen=True, eq=False)
+class Saved(Record):
+    """What the backward needs."""
+
+    q: Array
+    k: Array
+    problem: Problem
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "problem")
 
 
-def forward(backend: Backend, q: Array, k: Array, *rest: Array, settings: Settings) -> tuple[Array, tuple[Any, ...]]:
+def forward(
+    backend: Backend, q: Array, k: Array, *, kernel: str | None = None, **arguments: Any
+) -> tuple[Array, Saved]:
     """Return softmax(scores) with excluded weights exactly zero."""
-    xp, problem = backend.namespace(), make_problem(Place(backend, settings.device), (q, k, *rest), settings)
-    q_, k_ = (widen(xp, x if x.ndim > 2 else x[None, ...]) for x in (q, k))
+    xp, problem = backend.namespace(), make_problem(backend, q, backend.device_of(q), **arguments)
     if problem.sizes.empty:
         weights = xp.zeros(problem.sizes.scores, dtype=q.dtype, device=problem.native_device)
     else:
+        q_, k_ = widen(xp, with_head(q)), widen(xp, with_head(k))
 
         def found(units: Units | None) -> Array:
             weights, _ = _weights(attention_scores(q_, repeat_heads(k_, problem), problem, units), problem)
@@ -44,18 +54,17 @@ def forward(backend: Backend, q: Array, k: Array, *rest: Array, settings: Settin
         weights = backend.cond(
             fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem))
         )
-    return weights[0, ...] if q.ndim == k.ndim == 2 else weights, (q, k, *rest)
+    return weights[0, ...] if q.ndim == k.ndim == 2 else weights, Saved(q, k, problem)
 
 
-def backward(backend: Backend, dweights: Array, saved: tuple[Any, ...], *, settings: Settings) -> tuple[Any, ...]:
-    """Reverse the softmax and the scores."""
-    (q, k, _, bias, sinks, *rest), xp = saved, backend.namespace()
-    problem = make_problem(Place(backend, settings.device), saved, settings)
+def backward(backend: Backend, dweights: Array, saved: Saved) -> AttentionGrads:
+    """Reverse the softmax and the scores; the values have no part in it."""
+    xp, problem = backend.namespace(), saved.problem
+    q, k = with_head(saved.q), with_head(saved.k)
     if problem.sizes.empty:
-        zeros = (None if x is None else xp.zeros_like(x) for x in (q, k, None, bias, sinks))
-        return (*zeros, *(None for _ in rest))
-    q_heads, k_heads = (x if x.ndim > 2 else x[None, ...] for x in (q, k))
-    q_, k_ = widen(xp, q_heads), widen(xp, repeat_heads(k_heads, problem))
+        zeros = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))
+        return AttentionGrads(xp.zeros_like(saved.q), xp.zeros_like(saved.k), None, *zeros)
+    q_, k_ = widen(xp, q), widen(xp, repeat_heads(k, problem))
     dweights = xp.reshape(widen(xp, dweights), problem.sizes.scores)
 
     def found(units: Units | None) -> AttentionGrads:
@@ -65,13 +74,12 @@ def backward(backend: Backend, dweights: Array, saved: tuple[Any, ...], *, setti
         shift = -xp.sum(xp.where(none, xp.zeros_like(dweights), weights * dweights), axis=-1)
         dscores = weights * (dweights + shift[..., None])
         dq, dk, dbias = scores_backward(dscores, q_, k_, x.capped, x.allowed, problem)
-        grads = (unbroadcast(xp, dq, q_.shape), sum_heads(dk, k_heads, problem), None, dbias)
-        return in_dtypes(problem, q_heads, k_heads, None, grads, rows._replace(shift=shift))
+        grads = (unbroadcast(xp, dq, q_.shape), sum_heads(dk, k, problem), None, dbias)
+        return in_dtypes(problem, q, k, None, grads, rows._replace(shift=shift))
 
-    dq, dk, _, dbias, dsinks = backend.cond(
-        fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem))
-    )
-    return (xp.reshape(dq, q.shape), xp.reshape(dk, k.shape), None, dbias, dsinks, *(None for _ in rest))
+    grads = backend.cond(fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem)))
+    dq, dk = (xp.reshape(dx, x.shape) for dx, x in ((grads.q, saved.q), (grads.k, saved.k)))
+    return grads._replace(q=dq, k=dk)  # type: ignore[no-any-return]
 
 
 def _weights(x: Scores, problem: Problem) -> tuple[Array, Rows]:
@@ -85,7 +93,7 @@ def _weights(x: Scores, problem: Problem) -> tuple[Array, Rows]:
     return weights, Rows(largest, log_total, xp.zeros_like(largest), x.units)
 
 
-_operation = Operation("attention_weights", forward, backward, prepare)
+OPERATION = Operation("attention_weights", forward, backward)
 
 
 def attention_weights(
@@ -107,8 +115,9 @@ def attention_weights(
     array([[1. , 0. ],
            [0.5, 0.5]])
     """
-    arrays, settings = checked(
-        q, k, None, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
-        segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
+    arrays, options = checked_options(
+        checked_sizes(q, k, None), mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window,
+        key_lengths=key_lengths, segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
+        seed=seed, kernel=kernel,
     )  # fmt: skip
-    return _operation.call(arrays, {"settings": settings}, backend)
+    return run(OPERATION, {"q": q, "k": k, **arrays}, options, backend)

@@ -10,7 +10,7 @@ from ..backend import Array
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import BlockMask
 from ..registry import looks_like_array, owner
-from ._operation import shown
+from ._checks import shown
 
 __all__ = ["block_mask"]
 
@@ -71,7 +71,7 @@ def values_of(name: str, x: Any) -> np.ndarray[Any, Any]:
         except ValueError as error:
             raise ArgumentError(f"{name}: expected an array or numbers in even rows: {error}") from None
     backend = owner(x, name)
-    reason = backend.pinned(x)
+    reason = backend.state(x).captive
     if reason is not None:
         raise ArgumentError(f"{name}: expected values that are known before anything is computed; this array {reason}")
     return backend.to_numpy(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any, NamedTuple
 
@@ -9,7 +10,9 @@ from ..backend import Array, Backend, Cache, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
-from ._operation import Operation, expect_one_dtype, expect_rank, expect_shape, is_floating, is_integer, shown
+from ._checks import expect_one_dtype, expect_rank, expect_shape, is_floating, is_integer, shown
+from ._dispatch import Operation, run, run_backward, run_with_cache
+from ._range import product, unit_of
 
 __all__ = ["CrossEntropyGrads", "cross_entropy", "cross_entropy_backward", "cross_entropy_forward"]
 
@@ -22,67 +25,111 @@ class CrossEntropyGrads(NamedTuple):
     weight: Array | None
 
 
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    x: Array
+    peak: Array
+    log_total: Array
+    share: Array
+    weight: Array | None
+    loss: Array
+    reduction: str
+
+
 def forward(
     backend: Backend, logits: Array, labels: Array, weight: Array | None, *, ignore_index: int | None, reduction: str
-) -> tuple[Array, tuple[Array | None, ...]]:
-    """Return Σ w · share · (log Σ exp(logits) − logits), w the weight of each class, reduced."""
+) -> tuple[Array, Saved]:
+    """Return Σ hot · (log Σ exp(logits) − logits), hot the label's share of each class times its weight, reduced."""
     xp = backend.namespace()
-    wide = widen(xp, logits)
-    zero = xp.zeros_like(wide)
-    shifted = wide - xp.max(wide, axis=-1, keepdims=True)
-    log_p = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))  # (…, classes)
     share = widen(xp, labels) if is_floating(labels) else _chosen(backend, logits, labels, ignore_index)  # (…, classes)
-    hot = _hot(xp, share, weight, wide)  # (…, classes)
-    # Where nothing is chosen, or with weight zero, the loss is zero even if the probability underflows to log 0.
-    loss = -xp.sum(xp.where(xp.equal(hot, 0), zero, hot * log_p), axis=-1)  # (…)
-    total = None
-    if reduction == "mean":
-        total = xp.sum(xp.ones_like(loss) if is_floating(labels) else hot)
-        loss = xp.sum(loss) / total
-    elif reduction == "sum":
+    x = widen(xp, logits)
+    if not is_floating(labels):  # what stands in a row that does not count reaches nothing, in no derivative
+        x = xp.where(_counted(xp, share), x, xp.zeros_like(x))
+    peak = xp.max(x, axis=-1, keepdims=True)  # (…, 1)
+    log_total = xp.log(xp.sum(xp.exp(x - peak), axis=-1, keepdims=True))  # (…, 1)
+    hot, _, total = _hot(xp, share, weight, x, reduction)
+    cost, _ = _cost(xp, x, peak, log_total, hot)
+    loss = xp.sum(hot * cost, axis=-1)  # (…)
+    if reduction != "none":
         loss = xp.sum(loss)
-    return cast(xp, loss, logits.dtype), (log_p, share, loss, total, weight)
-
-
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Any, ...], *, ignore_index: int | None, reduction: str
-) -> tuple[Array, Array | None, Array | None]:
-    """Return (softmax · Σ hot − hot) · dy for the logits, hot = w · share; for share and w what multiplies them."""
-    xp = backend.namespace()
-    log_p, share, loss, total, weight = saved
-    hot = _hot(xp, share, weight, log_p)  # (…, classes)
-    dloss = widen(xp, dy)
     if reduction == "mean":
-        dloss = dloss / total
+        loss = xp.where(xp.equal(total, xp.zeros_like(total)), xp.full_like(loss, math.nan), loss)
+    return cast(xp, loss * 4.0, logits.dtype), Saved(x, peak, log_total, share, weight, loss, reduction)
+
+
+def backward(backend: Backend, dy: Array, saved: Saved) -> CrossEntropyGrads:
+    """Return (softmax · Σ hot − hot) · dy for the logits; for the labels and the weight what multiplies them."""
+    xp = backend.namespace()
+    x, peak, log_total, share, weight, loss, reduction = saved
+    hot, unit, total = _hot(xp, share, weight, x, reduction)
+    dloss = widen(xp, dy)
     if reduction == "none":
         dloss = dloss[..., None]
-    # loss = −Σ hot · log p
-    dlogits = (xp.exp(log_p) * xp.sum(hot, axis=-1, keepdims=True) - hot) * dloss  # (…, classes)
-    soft = is_floating(share)
+    # loss = Σ hot · (log Σ exp(x) − x)
+    p = xp.exp((x - peak) - log_total)  # (…, classes)
+    dlogits = xp.multiply(p * xp.sum(hot, axis=-1, keepdims=True) - hot, dloss)  # (…, classes)
+    zero, soft = xp.zeros_like(x), is_floating(share)
     if not soft:
-        counted = xp.any(share, axis=-1, keepdims=True)  # (…, 1): what stands in another row reaches nothing
-        dlogits = xp.where(counted, dlogits, xp.zeros_like(dlogits))
+        dlogits = xp.where(_counted(xp, share), dlogits, zero)
     dlogits = cast(xp, dlogits, dy.dtype)
     if weight is None and not soft:
-        return dlogits, None, None
-    # Where labels are integers the mean's denominator depends on the weights, too.
-    dhot = (-log_p - loss if reduction == "mean" and not soft else -log_p) * dloss  # (…, classes)
-    dlabels = cast(xp, dhot if weight is None else dhot * widen(xp, weight), dy.dtype) if soft else None
+        return CrossEntropyGrads(dlogits, None, None)
+    cost, absent = _cost(xp, x, peak, log_total, hot)
+    if not soft:
+        # The denominator of the mean, unit · total, depends on the weights, too.
+        slope = (cost - loss) / total if reduction == "mean" else cost
+        slope = xp.where(xp.logical_and(share, xp.logical_not(absent)), slope, zero)
+        dweight = _summed(xp, product(xp, slope, xp.ones_like(unit) / unit, dloss), weight)
+        return CrossEntropyGrads(dlogits, None, dweight)
+    slope = xp.where(absent, zero, cost / total if reduction == "mean" else cost)
     if weight is None:
-        return dlogits, dlabels, None
-    dhot = xp.where(xp.not_equal(share, 0) if soft else share, dhot, xp.zeros_like(dhot))
-    rows = tuple(range(log_p.ndim - 1))
-    dweight = xp.sum(share * dhot if soft else dhot, axis=rows)  # (classes,)
-    return dlogits, dlabels, cast(xp, dweight, weight.dtype)
+        return CrossEntropyGrads(dlogits, cast(xp, xp.multiply(slope, dloss) * 4.0, dy.dtype), None)
+    dlabels = product(xp, slope, xp.broadcast_to(cast(xp, weight, x.dtype), x.shape), dloss) * 4.0
+    dweight = _summed(xp, product(xp, slope, share, dloss), weight)
+    return CrossEntropyGrads(dlogits, cast(xp, dlabels, dy.dtype), dweight)
 
 
-def _hot(xp: Any, share: Array, weight: Array | None, like: Array) -> Array:
-    """Return each class's share in the label, or one where a label is, times the weight of the class."""
-    weights = xp.ones_like(like) if weight is None else xp.broadcast_to(cast(xp, weight, like.dtype), like.shape)
-    return weights * share if is_floating(share) else xp.where(share, weights, xp.zeros_like(like))
+def _hot(xp: Any, share: Array, weight: Array | None, x: Array, reduction: str) -> tuple[Array, Array, Array]:
+    """Return ``(hot, unit, total)``: how often each cost counts, and what ``unit · total`` of the mean divides by.
+
+    ``unit`` is about the largest weight that counts, so that the sum of all in units of it is finite.
+    """
+    weights = xp.ones_like(x) if weight is None else xp.broadcast_to(cast(xp, weight, x.dtype), x.shape)
+    hot = weights * share if is_floating(share) else xp.where(share, weights, xp.zeros_like(x))  # (…, classes)
+    total = xp.sum(xp.ones_like(hot[..., 0]))
+    unit = one = xp.ones_like(total)
+    if reduction != "mean" or 0 in hot.shape:
+        return hot, unit, total
+    if is_floating(share):
+        return hot / total, unit, total
+    if weight is not None:
+        unit = unit_of(xp, xp.max(xp.abs(hot)))
+        hot = hot / unit
+    total = xp.sum(hot)
+    return hot / xp.where(xp.equal(total, xp.zeros_like(total)), one, total), unit, total
 
 
-_operation = Operation("cross_entropy", forward, backward)
+def _cost(xp: Any, x: Array, peak: Array, log_total: Array, hot: Array) -> tuple[Array, Array]:
+    """Return a quarter of −log softmax(x), which never overflows, and which classes are left out: −∞ and not hot.
+
+    For these the cost is any finite number, so that its product with 0 and the derivatives of that are 0.
+    """
+    absent = xp.logical_and(xp.equal(x, xp.full_like(x, -math.inf)), xp.equal(hot, xp.zeros_like(hot)))
+    return (peak * 0.25 - xp.where(absent, peak, x) * 0.25) + log_total * 0.25, absent
+
+
+def _counted(xp: Any, share: Array) -> Array:
+    """Return which rows have a label, (…, 1)."""
+    return xp.any(share, axis=-1, keepdims=True)
+
+
+def _summed(xp: Any, quarter: Array, weight: Array) -> Array:
+    """Return the gradient of the weight, (classes,), from a quarter of what each row adds to it."""
+    return cast(xp, xp.sum(quarter, axis=tuple(range(quarter.ndim - 1))) * 4.0, weight.dtype)
+
+
+OPERATION = Operation("cross_entropy", forward, backward)
 
 
 def cross_entropy(
@@ -105,7 +152,8 @@ def cross_entropy(
         Floating; computed in float32 at least.
     labels : array (…) or (…, classes)
         Integers below the number of classes, or ``ignore_index``; or probabilities, in the dtype of the
-        logits, which have a gradient.
+        logits, which have a gradient. A class whose logit is −inf and whose probability is 0 is left out: it adds
+        nothing to the loss, and its own gradients are 0.
     weight : array (classes,), optional
         A weight for each class, in the dtype of the logits.
     ignore_index : int, optional
@@ -133,7 +181,7 @@ def cross_entropy(
     >>> round(float(pa.functional.cross_entropy(np.zeros((1, 4)), np.array([2]))), 6)  # log 4
     1.386294
     """
-    return _operation.call(*_check(logits, labels, weight, ignore_index, reduction))
+    return run(OPERATION, *_check(logits, labels, weight, ignore_index, reduction))
 
 
 def cross_entropy_forward(
@@ -145,12 +193,12 @@ def cross_entropy_forward(
     reduction: str = "mean",
 ) -> tuple[Array, Cache]:
     """Return ``(cross_entropy(logits, labels, …), cache)``."""
-    return _operation.record(*_check(logits, labels, weight, ignore_index, reduction))
+    return run_with_cache(OPERATION, *_check(logits, labels, weight, ignore_index, reduction))
 
 
 def cross_entropy_backward(dy: Array, cache: Cache) -> CrossEntropyGrads:
     """Return w · (softmax − label) for the logits, −w · log softmax for probabilities, and Σ over rows for weight."""
-    return _operation.pull(dy, cache, CrossEntropyGrads)
+    return run_backward(OPERATION, dy, cache, CrossEntropyGrads)
 
 
 def _chosen(backend: Backend, logits: Array, labels: Array, ignore_index: int | None) -> Array:
@@ -211,7 +259,7 @@ def _are_probabilities(logits: Array, labels: Array) -> bool:
 def _check_range(labels: Array, classes: int, ignore_index: int | None) -> None:
     """Check labels whose values are at hand on the host."""
     backend = owner(labels, "labels")
-    if not backend.on_host(labels):
+    if not backend.state(labels).readable:
         return
     values = backend.to_numpy(labels)
     counted = values if ignore_index is None else values[values != ignore_index]

@@ -9,7 +9,8 @@ from ..backend import Array, Backend, Cache, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
-from ._operation import Operation, expect_arrays, expect_floating, is_integer
+from ._checks import expect_arrays, expect_floating, is_integer
+from ._dispatch import Operation, run, run_backward, run_with_cache
 
 __all__ = ["EmbeddingGrads", "embedding", "embedding_backward", "embedding_forward"]
 
@@ -21,9 +22,15 @@ class EmbeddingGrads(NamedTuple):
     weight: Array
 
 
-def forward(
-    backend: Backend, indices: Array, weight: Array, *, count: int, seen: bool
-) -> tuple[Array, tuple[Array, Array | None]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    indices: Array
+    inside: Array | None
+    rows: int
+
+
+def forward(backend: Backend, indices: Array, weight: Array, *, count: int, seen: bool) -> tuple[Array, Saved]:
     """Return weight[indices]; zeros where an index is out of range and its value could not be seen before."""
     xp = backend.namespace()
     # Not every library takes rows by every type of integer, or compares unsigned ones.
@@ -35,14 +42,12 @@ def forward(
     rows = xp.take(weight, index, axis=0)  # (n, features)
     if inside is not None:
         rows = xp.where(inside[:, None], rows, xp.zeros_like(rows))
-    return xp.reshape(rows, (*indices.shape, weight.shape[1])), (index, inside)
+    return xp.reshape(rows, (*indices.shape, weight.shape[1])), Saved(index, inside, count)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array | None], *, count: int, seen: bool
-) -> tuple[None, Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> EmbeddingGrads:
     """Return the sum of dy over the places where each row was taken, in float32 at least."""
-    xp, (index, inside) = backend.namespace(), saved
+    xp, (index, inside, count) = backend.namespace(), saved
     features = dy.shape[-1]
     drows = xp.reshape(widen(xp, dy), (index.shape[0], features))  # (n, features)
     if inside is not None:
@@ -50,10 +55,10 @@ def backward(
     # rows = weight[index]
     device = backend.native_device(backend.device_of(dy))
     dweight = backend.index_add(xp.zeros((count, features), dtype=drows.dtype, device=device), index, drows)
-    return None, cast(xp, dweight, dy.dtype)  # (count, features)
+    return EmbeddingGrads(None, cast(xp, dweight, dy.dtype))  # (count, features)
 
 
-_operation = Operation("embedding", forward, backward)
+OPERATION = Operation("embedding", forward, backward)
 
 
 def embedding(indices: Array, weight: Array) -> Array:
@@ -86,17 +91,17 @@ def embedding(indices: Array, weight: Array) -> Array:
            [0. , 0.5],
            [2. , 2.5]])
     """
-    return _operation.call(*_check(indices, weight))
+    return run(OPERATION, *_check(indices, weight))
 
 
 def embedding_forward(indices: Array, weight: Array) -> tuple[Array, Cache]:
     """Return ``(embedding(indices, weight), cache)``."""
-    return _operation.record(*_check(indices, weight))
+    return run_with_cache(OPERATION, *_check(indices, weight))
 
 
 def embedding_backward(dy: Array, cache: Cache) -> EmbeddingGrads:
     """Return for each row of the table the sum of dy over the places where it was taken."""
-    return _operation.pull(dy, cache, EmbeddingGrads)
+    return run_backward(OPERATION, dy, cache, EmbeddingGrads)
 
 
 def _check(indices: Array, weight: Array) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -113,7 +118,7 @@ def checked_indices(indices: Array, count: int, name: str = "indices") -> bool:
     if not hasattr(indices, "dtype") or not is_integer(indices):
         raise DTypeError(f"{name}: expected integers, got {dtype_name(getattr(indices, 'dtype', type(indices)))}")
     backend = owner(indices, name)
-    if not backend.on_host(indices):
+    if not backend.state(indices).readable:
         return False
     values = backend.to_numpy(indices)
     wrong = values[(values < 0) | (values >= count)]

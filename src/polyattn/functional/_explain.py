@@ -13,7 +13,8 @@ from ..errors import DTypeError
 from ..kernels import candidates, dtype_name
 from ._arguments import checked_call, make_problem
 from ._attention import kernel_for
-from ._operation import Shaped, is_integer, route
+from ._checks import ShapeDtype, is_integer
+from ._dispatch import places
 
 __all__ = ["Explanation", "explain"]
 
@@ -72,19 +73,21 @@ def explain(
     >>> pa.explain(q, q, q).forward_flops
     2147483648
     """
-    arrays, settings = checked_call(
+    arrays, options = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, kernel=kernel,
     )  # fmt: skip
-    home, place = route(arrays, backend)
+    home, place = places(arrays, backend)
     there = arrays if place == home else _moved(arrays, home, place)
-    problem = make_problem(place, tuple(there.values()), settings)
+    del options["kernel"]
+    called = {name: x for name, x in there.items() if name not in ("k", "v")}
+    problem = make_problem(place.backend, called.pop("q"), place.device, **called, **options)
     chosen = kernel_for(problem, kernel)
     refusals = {}
     for candidate in candidates(place.backend.kernels):
         if candidate is not chosen:
             refusals[candidate.name] = candidate.supports(problem) or f"it could, but {chosen.name} is chosen before it"
-    sizes = settings.sizes
+    sizes = problem.sizes
     flops = 2 * math.prod(sizes.scores) * (sizes.d_k + sizes.d_v)
     results = math.prod(sizes.scores[:-1]) * sizes.d_v
     elements = sum(math.prod(x.shape) for x in (q, k, v)) + results
@@ -94,16 +97,16 @@ def explain(
     )  # fmt: skip
 
 
-def _moved(arrays: Mapping[str, Array | None], home: Place, place: Place) -> dict[str, Any]:
+def _moved(arrays: Mapping[str, Array], home: Place, place: Place) -> dict[str, Any]:
     """Return the arrays as they would be at that place, without values, or raise what moving them would raise."""
 
-    def moved(name: str, x: Array) -> Shaped:
+    def moved(name: str, x: Array) -> ShapeDtype:
         permit(x, name, home, place)
         try:
-            return Shaped(tuple(x.shape), place.backend.dtype(dtype_name(x.dtype)))
+            return ShapeDtype(tuple(x.shape), place.backend.dtype(dtype_name(x.dtype)))
         except DTypeError:
             if not is_integer(x):
                 raise
-            return Shaped(tuple(x.shape), place.backend.dtype("int32"))  # to which they are narrowed
+            return ShapeDtype(tuple(x.shape), place.backend.dtype("int32"))  # to which they are narrowed
 
-    return {name: None if x is None else moved(name, x) for name, x in arrays.items()}
+    return {name: moved(name, x) for name, x in arrays.items()}

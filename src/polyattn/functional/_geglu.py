@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._gelu import checked_approximate, density, distribution
-from ._operation import Operation
 from ._swiglu import checked_pair
 
 __all__ = ["GegluGrads", "geglu", "geglu_backward", "geglu_forward"]
@@ -20,7 +20,15 @@ class GegluGrads(NamedTuple):
     up: Array
 
 
-def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, tuple[Array, Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    gate: Array
+    up: Array
+    approximate: str
+
+
+def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, Saved]:
     """Return gate · Φ(gate) · up."""
     xp = backend.namespace()
 
@@ -28,12 +36,12 @@ def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tu
         wide = widen(xp, gate)
         return cast(xp, wide * distribution(xp, wide, approximate) * widen(xp, up), gate.dtype)
 
-    return backend.by_rows(formula, gate, up, axes=0), (gate, up)
+    return backend.by_rows(formula, gate, up, axes=0), Saved(gate, up, approximate)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approximate: str) -> tuple[Array, Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> GegluGrads:
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
-    xp, (gate, up) = backend.namespace(), saved
+    xp, (gate, up, approximate) = backend.namespace(), saved
 
     def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
         dy_, wide = widen(xp, dy), widen(xp, gate)
@@ -43,11 +51,10 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array, Array], *, approxi
         dgate = dy_ * widen(xp, up) * (phi + wide * density(xp, wide, approximate))
         return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
 
-    dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
-    return dgate, dup
+    return GegluGrads(*backend.by_rows(formula, dy, gate, up, axes=0))
 
 
-_operation = Operation("geglu", forward, backward)
+OPERATION = Operation("geglu", forward, backward)
 
 
 def geglu(gate: Array, up: Array, *, approximate: str = "none") -> Array:
@@ -79,14 +86,14 @@ def geglu(gate: Array, up: Array, *, approximate: str = "none") -> Array:
     >>> pa.functional.geglu(np.array([-1.0, 0.0, 1.0]), np.array([2.0, 2.0, 2.0])).round(6)
     array([-0.317311,  0.      ,  1.682689])
     """
-    return _operation.call(checked_pair(gate, up), checked_approximate(approximate))
+    return run(OPERATION, checked_pair(gate, up), checked_approximate(approximate))
 
 
 def geglu_forward(gate: Array, up: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
     """Return ``(geglu(gate, up), cache)``."""
-    return _operation.record(checked_pair(gate, up), checked_approximate(approximate))
+    return run_with_cache(OPERATION, checked_pair(gate, up), checked_approximate(approximate))
 
 
 def geglu_backward(dy: Array, cache: Cache) -> GegluGrads:
     """Return dy · up · gelu′(gate) for the gate, and dy · gelu(gate) for what it gates."""
-    return _operation.pull(dy, cache, GegluGrads)
+    return run_backward(OPERATION, dy, cache, GegluGrads)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ..kernels import cast, widen
+from ._checks import expect_floating
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._erfc import erfc
-from ._operation import Operation, expect_floating
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
@@ -24,7 +25,14 @@ class GeluGrads(NamedTuple):
     x: Array
 
 
-def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tuple[Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    x: Array
+    approximate: str
+
+
+def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, Saved]:
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
     xp = backend.namespace()
 
@@ -32,19 +40,19 @@ def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, tup
         wide = widen(xp, x)
         return cast(xp, wide * distribution(xp, wide, approximate), x.dtype)
 
-    return backend.by_rows(formula, x, axes=0), (x,)
+    return backend.by_rows(formula, x, axes=0), Saved(x, approximate)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array], *, approximate: str) -> tuple[Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> GeluGrads:
     """Return dy · (Φ(x) + x · Φ′(x))."""
-    xp, (x,) = backend.namespace(), saved
+    xp, (x, approximate) = backend.namespace(), saved
 
     def formula(dy: Array, x: Array) -> Array:
         wide = widen(xp, x)
         slope = distribution(xp, wide, approximate) + wide * density(xp, wide, approximate)
         return cast(xp, widen(xp, dy) * slope, x.dtype)
 
-    return (backend.by_rows(formula, dy, x, axes=0),)
+    return GeluGrads(backend.by_rows(formula, dy, x, axes=0))
 
 
 def distribution(xp: Any, x: Array, approximate: str) -> Array:
@@ -67,7 +75,7 @@ def _tanh(xp: Any, x: Array) -> Array:
     return xp.tanh(ROOT * (x + CUBIC * x * x * x))
 
 
-_operation = Operation("gelu", forward, backward)
+OPERATION = Operation("gelu", forward, backward)
 
 
 def gelu(x: Array, *, approximate: str = "none") -> Array:
@@ -97,18 +105,18 @@ def gelu(x: Array, *, approximate: str = "none") -> Array:
     array([-0.158655,  0.      ,  0.841345])
     """
     expect_floating(x=x)
-    return _operation.call({"x": x}, checked_approximate(approximate))
+    return run(OPERATION, {"x": x}, checked_approximate(approximate))
 
 
 def gelu_forward(x: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
     """Return ``(gelu(x), cache)``."""
     expect_floating(x=x)
-    return _operation.record({"x": x}, checked_approximate(approximate))
+    return run_with_cache(OPERATION, {"x": x}, checked_approximate(approximate))
 
 
 def gelu_backward(dy: Array, cache: Cache) -> GeluGrads:
     """Return dy · (Φ(x) + x Φ′(x)), Φ as the forward took it."""
-    return _operation.pull(dy, cache, GeluGrads)
+    return run_backward(OPERATION, dy, cache, GeluGrads)
 
 
 def checked_approximate(approximate: str) -> dict[str, str]:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._norms import checked_norm, trailing
-from ._operation import Operation
 
 __all__ = ["LayerNormGrads", "layer_norm", "layer_norm_backward", "layer_norm_forward"]
 
@@ -20,9 +20,19 @@ class LayerNormGrads(NamedTuple):
     bias: Array | None
 
 
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    xhat: Array
+    rstd: Array
+    weight: Array | None
+    bias: Array | None
+    axes: int
+
+
 def forward(
     backend: Backend, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int = 1
-) -> tuple[Array, tuple[Array | None, ...]]:
+) -> tuple[Array, Saved]:
     """Return x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), all in float32 at least."""
     xp = backend.namespace()
 
@@ -41,14 +51,12 @@ def forward(
         return cast(xp, y, x.dtype), xhat, rstd
 
     y, xhat, rstd = backend.by_rows(formula, x, axes=axes)
-    return y, (xhat, rstd, weight, bias)
+    return y, Saved(xhat, rstd, weight, bias, axes)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array | None, ...], *, eps: float, axes: int = 1
-) -> tuple[Array, Array | None, Array | None]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> LayerNormGrads:
     """Return dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / √(var + eps), and the sums for weight and bias."""
-    xp, (xhat, rstd, weight, bias) = backend.namespace(), saved
+    xp, (xhat, rstd, weight, bias, axes) = backend.namespace(), saved
     dy_, (rows, _, _) = widen(xp, dy), trailing(dy, axes)
     # y = x̂ · weight + bias
     dbias = None if bias is None else cast(xp, xp.sum(dy_, axis=rows), bias.dtype)  # (*features)
@@ -62,10 +70,10 @@ def backward(
         dx = (dxhat - xp.sum(dxhat, axis=last, keepdims=True) / n - xhat * along) * rstd
         return cast(xp, dx, dy.dtype)
 
-    return backend.by_rows(formula, dy, xhat, rstd, axes=axes), dweight, dbias
+    return LayerNormGrads(backend.by_rows(formula, dy, xhat, rstd, axes=axes), dweight, dbias)
 
 
-_operation = Operation("layer_norm", forward, backward)
+OPERATION = Operation("layer_norm", forward, backward)
 
 
 def layer_norm(
@@ -109,16 +117,16 @@ def layer_norm(
     >>> pa.functional.layer_norm(np.array([[1.0, 3.0]]), eps=0.0)
     array([[-1.,  1.]])
     """
-    return _operation.call(*checked_norm(x, eps, axes, weight=weight, bias=bias))
+    return run(OPERATION, *checked_norm(x, eps, axes, weight=weight, bias=bias))
 
 
 def layer_norm_forward(
     x: Array, weight: Array | None = None, bias: Array | None = None, *, eps: float = 1e-5, axes: int = 1
 ) -> tuple[Array, Cache]:
     """Return ``(layer_norm(x, weight, bias), cache)``."""
-    return _operation.record(*checked_norm(x, eps, axes, weight=weight, bias=bias))
+    return run_with_cache(OPERATION, *checked_norm(x, eps, axes, weight=weight, bias=bias))
 
 
 def layer_norm_backward(dy: Array, cache: Cache) -> LayerNormGrads:
     """Return the gradients of x, weight and bias, the latter two summed over every leading axis."""
-    return _operation.pull(dy, cache, LayerNormGrads)
+    return run_backward(OPERATION, dy, cache, LayerNormGrads)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
 from ..kernels import cast, widen
-from ._operation import Operation, expect_arrays, expect_one_dtype, expect_rank, expect_shape
+from ._checks import expect_arrays, expect_one_dtype, expect_rank, expect_shape
+from ._dispatch import Operation, run, run_backward, run_with_cache
 
 __all__ = ["LinearGrads", "linear", "linear_backward", "linear_forward"]
 
@@ -21,9 +22,15 @@ class LinearGrads(NamedTuple):
     bias: Array | None
 
 
-def forward(
-    backend: Backend, x: Array, weight: Array, bias: Array | None
-) -> tuple[Array, tuple[Array, Array, Array | None]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    x: Array
+    weight: Array
+    bias: Array | None
+
+
+def forward(backend: Backend, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Saved]:
     """Return x W + b."""
     xp = backend.namespace()
     wide = widen(xp, weight)
@@ -35,12 +42,10 @@ def forward(
         return cast(xp, y, x.dtype)
 
     y = backend.by_rows(formula, _rows(xp, x))
-    return xp.reshape(y, (*x.shape[:-1], weight.shape[1])), (x, weight, bias)
+    return xp.reshape(y, (*x.shape[:-1], weight.shape[1])), Saved(x, weight, bias)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None], *, inputs: bool = True
-) -> tuple[Any, Array, Array | None]:
+def backward(backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True) -> LinearGrads:
     """Return dy Wᵀ (None unless ``inputs``), xᵀ dy and Σ dy, summed over every leading axis, in float32 at least."""
     xp, (x, weight, bias) = backend.namespace(), saved
     x_rows, dy_rows = _rows(xp, widen(xp, x)), _rows(xp, widen(xp, dy))
@@ -48,9 +53,9 @@ def backward(
     dbias = None if bias is None else cast(xp, xp.sum(dy_rows, axis=0), bias.dtype)  # (out,)
     dweight = cast(xp, xp.matmul(xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
     if not inputs:
-        return None, dweight, dbias
+        return LinearGrads(None, dweight, dbias)
     dx = xp.matmul(dy_rows, xp.matrix_transpose(widen(xp, weight)))  # (rows, in)
-    return cast(xp, xp.reshape(dx, x.shape), x.dtype), dweight, dbias
+    return LinearGrads(cast(xp, xp.reshape(dx, x.shape), x.dtype), dweight, dbias)
 
 
 def _rows(xp: Any, x: Array) -> Array:
@@ -58,7 +63,7 @@ def _rows(xp: Any, x: Array) -> Array:
     return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-_operation = Operation("linear", forward, backward)
+OPERATION = Operation("linear", forward, backward)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -88,21 +93,22 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     array([[3.5],
            [3.5]])
     """
-    return _operation.call(_check(x, weight, bias))
+    return run(OPERATION, _check(x, weight, bias))
 
 
 def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, Cache]:
     """Return ``(linear(x, weight, bias), cache)``."""
-    return _operation.record(_check(x, weight, bias))
+    return run_with_cache(OPERATION, _check(x, weight, bias))
 
 
 def linear_backward(dy: Array, cache: Cache) -> LinearGrads:
     """Return dx = dy Wᵀ, dW = xᵀ dy and db = Σ dy, summed over every leading axis."""
-    return _operation.pull(dy, cache, LinearGrads)
+    return run_backward(OPERATION, dy, cache, LinearGrads)
 
 
 def _check(x: Array, weight: Array, bias: Array | None) -> dict[str, Array | None]:
-    expect_arrays(x=x, weight=weight)
+    if x is None or weight is None:
+        expect_arrays(x=x, weight=weight)
     expect_one_dtype(x=x, weight=weight, bias=bias)
     expect_rank("x", x, 1)
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:

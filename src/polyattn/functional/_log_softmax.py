@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._operation import Operation
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._softmax import checked_axis
 
 __all__ = ["LogSoftmaxGrads", "log_softmax", "log_softmax_backward", "log_softmax_forward"]
@@ -18,24 +18,32 @@ class LogSoftmaxGrads(NamedTuple):
     x: Array
 
 
-def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, tuple[Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    y: Array
+    axis: int
+
+
+def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, Saved]:
     """Return x − log Σ exp(x), shifted by the maximum so that nothing overflows."""
     xp = backend.namespace()
     wide = widen(xp, x)
     shifted = wide - xp.max(wide, axis=axis, keepdims=True) if x.shape[axis] else wide
     y = shifted - xp.log(xp.sum(xp.exp(shifted), axis=axis, keepdims=True))
-    return cast(xp, y, x.dtype), (y,)
+    return cast(xp, y, x.dtype), Saved(y, axis)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array], *, axis: int) -> tuple[Array]:
-    """Return dy − exp(y) Σ dy."""
-    xp, (y,) = backend.namespace(), saved
+def backward(backend: Backend, dy: Array, saved: Saved) -> LogSoftmaxGrads:
+    """Return dy − exp(y) Σ dy; the mean of dy stands for its sum, and half of dx for dx, which may overflow."""
+    xp, (y, axis) = backend.namespace(), saved
+    n = max(dy.shape[axis], 1)
     dy_ = widen(xp, dy)
-    dx = dy_ - xp.exp(y) * xp.sum(dy_, axis=axis, keepdims=True)
-    return (cast(xp, dx, dy.dtype),)
+    dx = dy_ * 0.5 - xp.exp(y) * (0.5 * n) * xp.sum(dy_ * (1.0 / n), axis=axis, keepdims=True)
+    return LogSoftmaxGrads(cast(xp, dx * 2.0, dy.dtype))
 
 
-_operation = Operation("log_softmax", forward, backward)
+OPERATION = Operation("log_softmax", forward, backward)
 
 
 def log_softmax(x: Array, *, axis: int = -1) -> Array:
@@ -65,14 +73,14 @@ def log_softmax(x: Array, *, axis: int = -1) -> Array:
     >>> pa.functional.log_softmax(np.array([0.0, 1000.0]))
     array([-1000.,     0.])
     """
-    return _operation.call({"x": x}, checked_axis(x, axis))
+    return run(OPERATION, {"x": x}, checked_axis(x, axis))
 
 
 def log_softmax_forward(x: Array, *, axis: int = -1) -> tuple[Array, Cache]:
     """Return ``(log_softmax(x), cache)``."""
-    return _operation.record({"x": x}, checked_axis(x, axis))
+    return run_with_cache(OPERATION, {"x": x}, checked_axis(x, axis))
 
 
 def log_softmax_backward(dy: Array, cache: Cache) -> LogSoftmaxGrads:
     r"""Return the gradient :math:`dx = dy - e^y \sum_j dy_j`."""
-    return _operation.pull(dy, cache, LogSoftmaxGrads)
+    return run_backward(OPERATION, dy, cache, LogSoftmaxGrads)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backend import Array
 from ..errors import ArgumentError, ShapeError
-from ._operation import expect_one_dtype, expect_rank, expect_shape, is_number, shown
+from ._checks import expect_one_dtype, expect_rank, expect_shape, is_number, shown
 
 
 def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..backend import Array
 from ..errors import ArgumentError, ShapeError
 from ..kernels import RelativePositionBias
-from ._operation import expect_floating, shown
+from ._checks import expect_floating, shown
 
 __all__ = ["relative_position_bias"]
 

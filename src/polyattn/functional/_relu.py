@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
-from ._operation import Operation, expect_floating
+from ._checks import expect_floating
+from ._dispatch import Operation, run, run_backward, run_with_cache
 
 __all__ = ["ReluGrads", "relu", "relu_backward", "relu_forward"]
 
@@ -16,19 +17,25 @@ class ReluGrads(NamedTuple):
     x: Array
 
 
-def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    positive: Array
+
+
+def forward(backend: Backend, x: Array) -> tuple[Array, Saved]:
     """Return x where it is not below zero; a NaN stays one."""
     xp = backend.namespace()
-    return xp.where(xp.less_equal(x, 0), xp.zeros_like(x), x), (xp.greater(x, 0),)
+    return xp.where(xp.less_equal(x, 0), xp.zeros_like(x), x), Saved(xp.greater(x, 0))
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> ReluGrads:
     """Pass the gradient where x was above zero."""
     xp, (positive,) = backend.namespace(), saved
-    return (xp.where(positive, dy, xp.zeros_like(dy)),)
+    return ReluGrads(xp.where(positive, dy, xp.zeros_like(dy)))
 
 
-_operation = Operation("relu", forward, backward)
+OPERATION = Operation("relu", forward, backward)
 
 
 def relu(x: Array) -> Array:
@@ -51,15 +58,15 @@ def relu(x: Array) -> Array:
     array([0., 2.])
     """
     expect_floating(x=x)
-    return _operation.call({"x": x})
+    return run(OPERATION, {"x": x})
 
 
 def relu_forward(x: Array) -> tuple[Array, Cache]:
     """Return ``(relu(x), cache)``."""
     expect_floating(x=x)
-    return _operation.record({"x": x})
+    return run_with_cache(OPERATION, {"x": x})
 
 
 def relu_backward(dy: Array, cache: Cache) -> ReluGrads:
     """Return dy where x > 0, else 0."""
-    return _operation.pull(dy, cache, ReluGrads)
+    return run_backward(OPERATION, dy, cache, ReluGrads)

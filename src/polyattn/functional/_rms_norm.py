@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._norms import checked_norm, trailing
-from ._operation import Operation
 
 __all__ = ["RMSNormGrads", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
 
@@ -19,9 +19,16 @@ class RMSNormGrads(NamedTuple):
     weight: Array | None
 
 
-def forward(
-    backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1
-) -> tuple[Array, tuple[Array, Array, Array | None]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    x: Array
+    rstd: Array
+    weight: Array | None
+    axes: int
+
+
+def forward(backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1) -> tuple[Array, Saved]:
     """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
     xp = backend.namespace()
 
@@ -34,14 +41,12 @@ def forward(
         return cast(xp, y, x.dtype), rstd
 
     y, rstd = backend.by_rows(formula, x, axes=axes)
-    return y, (x, rstd, weight)
+    return y, Saved(x, rstd, weight, axes)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array, Array | None], *, eps: float, axes: int = 1
-) -> tuple[Array, Array | None]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> RMSNormGrads:
     """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
-    xp, (x, rstd, weight) = backend.namespace(), saved
+    xp, (x, rstd, weight, axes) = backend.namespace(), saved
     rows, _, _ = trailing(dy, axes)
     # y = x̂ · weight
     dweight = None
@@ -55,10 +60,10 @@ def backward(
         dx = (dxhat - xhat * (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n)) * rstd
         return cast(xp, dx, dy.dtype)
 
-    return backend.by_rows(formula, dy, x, rstd, axes=axes), dweight
+    return RMSNormGrads(backend.by_rows(formula, dy, x, rstd, axes=axes), dweight)
 
 
-_operation = Operation("rms_norm", forward, backward)
+OPERATION = Operation("rms_norm", forward, backward)
 
 
 def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: int = 1) -> Array:
@@ -99,14 +104,14 @@ def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: 
     >>> pa.functional.rms_norm(np.array([[1.0, 7.0]]), eps=0.0)
     array([[0.2, 1.4]])
     """
-    return _operation.call(*checked_norm(x, eps, axes, weight=weight))
+    return run(OPERATION, *checked_norm(x, eps, axes, weight=weight))
 
 
 def rms_norm_forward(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: int = 1) -> tuple[Array, Cache]:
     """Return ``(rms_norm(x, weight), cache)``."""
-    return _operation.record(*checked_norm(x, eps, axes, weight=weight))
+    return run_with_cache(OPERATION, *checked_norm(x, eps, axes, weight=weight))
 
 
 def rms_norm_backward(dy: Array, cache: Cache) -> RMSNormGrads:
     """Return the gradients of x and weight, the latter summed over every leading axis."""
-    return _operation.pull(dy, cache, RMSNormGrads)
+    return run_backward(OPERATION, dy, cache, RMSNormGrads)

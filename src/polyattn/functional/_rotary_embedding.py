@@ -12,17 +12,9 @@ from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, wide, widen
 from . import _embedding
 from ._arguments import expect_broadcastable, static_integer
+from ._checks import expect_floating, expect_one_dtype, expect_rank, expect_shape, is_integer, is_number, shown
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._embedding import checked_indices
-from ._operation import (
-    Operation,
-    expect_floating,
-    expect_one_dtype,
-    expect_rank,
-    expect_shape,
-    is_integer,
-    is_number,
-    shown,
-)
 from ._rotary_angles import counted, signed, turns
 from ._rotary_scaling import RotaryScaling
 
@@ -51,10 +43,18 @@ class Rotation(NamedTuple):
     interleaved: bool
 
 
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    cos: Array
+    sin: Array
+    interleaved: bool
+
+
 def forward(
     backend: Backend, x: Array, positions: Array | None, offset: Array | None, cos: Array | None = None,
     sin: Array | None = None, *, start: int, rotation: Rotation, seen: bool = False,
-) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
+) -> tuple[Array, Saved]:  # fmt: skip
     """Return each pair (x₁, x₂) turned by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
     if cos is None or sin is None:
@@ -71,15 +71,13 @@ def forward(
         cos, sin = cos * rotation.magnitude, sin * rotation.magnitude
     if x.ndim > 2:
         cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
-    return _turned(xp, x, cos, sin, rotation.interleaved), (cos, sin)
+    return _turned(xp, x, cos, sin, rotation.interleaved), Saved(cos, sin, rotation.interleaved)
 
 
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Array, Array], *, rotation: Rotation, **_: Any
-) -> tuple[Array, None, None, None, None]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> RotaryEmbeddingGrads:
     """Return dy turned by the negative angle."""
-    (cos, sin), xp = saved, backend.namespace()
-    return _turned(xp, dy, cos, -sin, rotation.interleaved), None, None, None, None
+    xp, (cos, sin, interleaved) = backend.namespace(), saved
+    return RotaryEmbeddingGrads(_turned(xp, dy, cos, -sin, interleaved), None, None, None, None)
 
 
 def _turned(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
@@ -94,7 +92,7 @@ def _turned(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Arr
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
 
 
-_operation = Operation("rotary_embedding", forward, backward)
+OPERATION = Operation("rotary_embedding", forward, backward)
 
 
 def rotary_embedding(
@@ -162,7 +160,7 @@ def rotary_embedding(
     array([[1.   , 0.   ],
            [0.54 , 0.841]])
     """
-    return _operation.call(*_check(x, positions, offset, base, dim, interleaved, scaling, tables))
+    return run(OPERATION, *_check(x, positions, offset, base, dim, interleaved, scaling, tables))
 
 
 def rotary_embedding_forward(
@@ -177,12 +175,12 @@ def rotary_embedding_forward(
     tables: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Cache]:
     """Return ``(rotary_embedding(x, …), cache)``; the cache holds the cosines and sines, not ``x``."""
-    return _operation.record(*_check(x, positions, offset, base, dim, interleaved, scaling, tables))
+    return run_with_cache(OPERATION, *_check(x, positions, offset, base, dim, interleaved, scaling, tables))
 
 
 def rotary_embedding_backward(dy: Array, cache: Cache) -> RotaryEmbeddingGrads:
     """Return the gradient of x: dy turned by the negative angles, with the same magnitude."""
-    return _operation.pull(dy, cache, RotaryEmbeddingGrads)
+    return run_backward(OPERATION, dy, cache, RotaryEmbeddingGrads)
 
 
 def _check(
@@ -196,7 +194,7 @@ def _check(
     if offset is None:
         raise DTypeError("offset: expected an integer or integers, got None")
     if positions is not None:
-        check_positions("positions", positions, batch, n)
+        expect_positions("positions", positions, batch, n)
         if start != 0:
             raise ArgumentError("offset: expected none where positions are given")
     if tables is not None:
@@ -250,7 +248,7 @@ def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...],
     return 2 * half
 
 
-def check_positions(name: str, positions: Any, batch: tuple[int, ...], n: int) -> None:
+def expect_positions(name: str, positions: Any, batch: tuple[int, ...], n: int) -> None:
     """Require integers (…, n) that broadcast to the axes before the heads."""
     if not hasattr(positions, "dtype") or not is_integer(positions):
         raise DTypeError(f"{name}: expected integers (…, {n}), got {getattr(positions, 'dtype', shown(positions))}")

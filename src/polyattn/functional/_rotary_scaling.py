@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError
-from ._operation import is_number, shown
+from ._checks import is_number, shown
 
 __all__ = ["LinearScaling", "Llama3Scaling", "NTKScaling", "RotaryScaling", "YaRNScaling"]
 

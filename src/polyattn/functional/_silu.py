@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._operation import Operation, expect_floating
+from ._checks import expect_floating
+from ._dispatch import Operation, run, run_backward, run_with_cache
 
 __all__ = ["SiluGrads", "silu", "silu_backward", "silu_forward"]
 
@@ -17,7 +18,13 @@ class SiluGrads(NamedTuple):
     x: Array
 
 
-def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    x: Array
+
+
+def forward(backend: Backend, x: Array) -> tuple[Array, Saved]:
     """Return x · σ(x)."""
     xp = backend.namespace()
 
@@ -26,10 +33,10 @@ def forward(backend: Backend, x: Array) -> tuple[Array, tuple[Array]]:
         sigmoid, _ = logistic(xp, wide)
         return cast(xp, wide * sigmoid, x.dtype)
 
-    return backend.by_rows(formula, x, axes=0), (x,)
+    return backend.by_rows(formula, x, axes=0), Saved(x)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> SiluGrads:
     """Return dy · (σ(x) + x · σ′(x))."""
     xp, (x,) = backend.namespace(), saved
 
@@ -38,7 +45,7 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array]) -> tuple[Array]:
         sigmoid, slope = logistic(xp, wide)
         return cast(xp, widen(xp, dy) * (sigmoid + wide * slope), x.dtype)
 
-    return (backend.by_rows(formula, dy, x, axes=0),)
+    return SiluGrads(backend.by_rows(formula, dy, x, axes=0))
 
 
 def logistic(xp: Any, x: Array) -> tuple[Array, Array]:
@@ -50,7 +57,7 @@ def logistic(xp: Any, x: Array) -> tuple[Array, Array]:
     return sigmoid, sigmoid * (down / (up + down))
 
 
-_operation = Operation("silu", forward, backward)
+OPERATION = Operation("silu", forward, backward)
 
 
 def silu(x: Array) -> Array:
@@ -78,15 +85,15 @@ def silu(x: Array) -> Array:
     array([-0.268941,  0.      ,  0.731059])
     """
     expect_floating(x=x)
-    return _operation.call({"x": x})
+    return run(OPERATION, {"x": x})
 
 
 def silu_forward(x: Array) -> tuple[Array, Cache]:
     """Return ``(silu(x), cache)``."""
     expect_floating(x=x)
-    return _operation.record({"x": x})
+    return run_with_cache(OPERATION, {"x": x})
 
 
 def silu_backward(dy: Array, cache: Cache) -> SiluGrads:
     """Return dy · (σ(x) + x σ′(x))."""
-    return _operation.pull(dy, cache, SiluGrads)
+    return run_backward(OPERATION, dy, cache, SiluGrads)

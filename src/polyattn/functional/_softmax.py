@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..errors import ShapeError
 from ..kernels import cast, widen
-from ._operation import Operation, expect_floating, expect_rank, shown
+from ._checks import expect_floating, expect_rank, shown
+from ._dispatch import Operation, run, run_backward, run_with_cache
 
 __all__ = ["SoftmaxGrads", "softmax", "softmax_backward", "softmax_forward"]
 
@@ -19,24 +20,31 @@ class SoftmaxGrads(NamedTuple):
     x: Array
 
 
-def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, tuple[Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    y: Array
+    axis: int
+
+
+def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, Saved]:
     """Return exp(x) / Σ exp(x), shifted by the maximum so that nothing overflows."""
     xp = backend.namespace()
     wide = widen(xp, x)
     exp = xp.exp(wide - xp.max(wide, axis=axis, keepdims=True)) if x.shape[axis] else wide
     y = exp / xp.sum(exp, axis=axis, keepdims=True)
-    return cast(xp, y, x.dtype), (y,)
+    return cast(xp, y, x.dtype), Saved(y, axis)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array], *, axis: int) -> tuple[Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> SoftmaxGrads:
     """Apply the Jacobian diag(y) − y yᵀ without building it."""
-    xp, (y,) = backend.namespace(), saved
-    dx = widen(xp, dy) * y
+    xp, (y, axis) = backend.namespace(), saved
+    dx = widen(xp, dy) * 0.5 * y  # half of it: a mean of the largest numbers may round to infinity
     dx = dx - y * xp.sum(dx, axis=axis, keepdims=True)
-    return (cast(xp, dx, dy.dtype),)
+    return SoftmaxGrads(cast(xp, dx * 2.0, dy.dtype))
 
 
-_operation = Operation("softmax", forward, backward)
+OPERATION = Operation("softmax", forward, backward)
 
 
 def softmax(x: Array, *, axis: int = -1) -> Array:
@@ -66,17 +74,17 @@ def softmax(x: Array, *, axis: int = -1) -> Array:
     >>> pa.functional.softmax(np.log(np.array([1.0, 2.0, 5.0])))
     array([0.125, 0.25 , 0.625])
     """
-    return _operation.call({"x": x}, checked_axis(x, axis))
+    return run(OPERATION, {"x": x}, checked_axis(x, axis))
 
 
 def softmax_forward(x: Array, *, axis: int = -1) -> tuple[Array, Cache]:
     """Return ``(softmax(x), cache)``."""
-    return _operation.record({"x": x}, checked_axis(x, axis))
+    return run_with_cache(OPERATION, {"x": x}, checked_axis(x, axis))
 
 
 def softmax_backward(dy: Array, cache: Cache) -> SoftmaxGrads:
     r"""Return the gradient :math:`dx = y \odot (dy - \sum_j dy_j y_j)`."""
-    return _operation.pull(dy, cache, SoftmaxGrads)
+    return run_backward(OPERATION, dy, cache, SoftmaxGrads)
 
 
 def checked_axis(x: Array, axis: int) -> dict[str, int]:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
-from ._operation import Operation, expect_arrays, expect_one_dtype, expect_shape
+from ._checks import expect_arrays, expect_one_dtype, expect_shape
+from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._silu import logistic
 
 __all__ = ["SwigluGrads", "swiglu", "swiglu_backward", "swiglu_forward"]
@@ -19,7 +20,14 @@ class SwigluGrads(NamedTuple):
     up: Array
 
 
-def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    gate: Array
+    up: Array
+
+
+def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, Saved]:
     """Return gate · σ(gate) · up."""
     xp = backend.namespace()
 
@@ -28,10 +36,10 @@ def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, tuple[Arra
         sigmoid, _ = logistic(xp, wide)
         return cast(xp, wide * sigmoid * widen(xp, up), gate.dtype)
 
-    return backend.by_rows(formula, gate, up, axes=0), (gate, up)
+    return backend.by_rows(formula, gate, up, axes=0), Saved(gate, up)
 
 
-def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[Array, Array]:
+def backward(backend: Backend, dy: Array, saved: Saved) -> SwigluGrads:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
     xp, (gate, up) = backend.namespace(), saved
 
@@ -43,11 +51,10 @@ def backward(backend: Backend, dy: Array, saved: tuple[Array, Array]) -> tuple[A
         dgate = dy_ * widen(xp, up) * (sigmoid + wide * slope)
         return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
 
-    dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
-    return dgate, dup
+    return SwigluGrads(*backend.by_rows(formula, dy, gate, up, axes=0))
 
 
-_operation = Operation("swiglu", forward, backward)
+OPERATION = Operation("swiglu", forward, backward)
 
 
 def swiglu(gate: Array, up: Array) -> Array:
@@ -76,17 +83,17 @@ def swiglu(gate: Array, up: Array) -> Array:
     >>> pa.functional.swiglu(np.array([-1.0, 0.0, 1.0]), np.array([2.0, 2.0, 2.0])).round(6)
     array([-0.537883,  0.      ,  1.462117])
     """
-    return _operation.call(checked_pair(gate, up))
+    return run(OPERATION, checked_pair(gate, up))
 
 
 def swiglu_forward(gate: Array, up: Array) -> tuple[Array, Cache]:
     """Return ``(swiglu(gate, up), cache)``."""
-    return _operation.record(checked_pair(gate, up))
+    return run_with_cache(OPERATION, checked_pair(gate, up))
 
 
 def swiglu_backward(dy: Array, cache: Cache) -> SwigluGrads:
     """Return dy · up · silu′(gate) for the gate, and dy · silu(gate) for what it gates."""
-    return _operation.pull(dy, cache, SwigluGrads)
+    return run_backward(OPERATION, dy, cache, SwigluGrads)
 
 
 def checked_pair(gate: Array, up: Array) -> dict[str, Array]:

@@ -1,8 +1,9 @@
 """Attention for Hugging Face's models: ``AutoModel.from_pretrained(..., attn_implementation="polyattn")``.
 
 Models that go through transformers' ``AttentionInterface`` hand over queries, keys and values after their own
-projections and rotary embedding, and what excludes keys as one boolean mask. All of it is exact here: softcap,
-sinks, position biases and grouped heads are arguments of attention, not reasons to fall back.
+projections and rotary embedding, and a mask. The results are those of transformers' eager attention: the models get
+the masks that they would get with ``"eager"``, and the mask alone says which keys count. Softcap, sinks, position
+biases and grouped heads are arguments of attention here, and exact.
 """
 
 from __future__ import annotations
@@ -16,8 +17,17 @@ from ..selection import selected
 __all__ = ["attention_forward", "register"]
 
 Tensor = Any
-UNKNOWN = ("block_mask", "alibi", "head_mask", "indices")
-"""Arguments of some models' attention that would change its result, and that are not understood here."""
+UNKNOWN = {
+    "alibi": "", "block_mask": "", "head_mask": "", "seq_lengths": "",
+    "indices": "it selects keys for each query, which only transformers' eager attention writes into the mask",
+    "block_indices": "it selects keys for each query, which only transformers' eager attention writes into the mask",
+    "sinks": "it is a sink for each query, and polyattn has one for each head",
+    "cu_seq_lens_q": "leave it out and mark packed sequences by position_ids, from which the mask is made",
+    "cu_seq_lens_k": "leave it out and mark packed sequences by position_ids, from which the mask is made",
+    "block_table": "continuous batching needs a paged implementation, such as sdpa",
+    "read_index": "continuous batching needs a paged implementation, such as sdpa",
+}  # fmt: skip
+"""Arguments of some models' attention that change its result and that polyattn does not compute, and why."""
 
 
 def register(name: str = "polyattn", *, backend: str | None = None) -> None:
@@ -48,18 +58,23 @@ def register(name: str = "polyattn", *, backend: str | None = None) -> None:
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
+
+        from ._eager_mask import make_mask, structure
     except ImportError as error:
         raise BackendUnavailableError(
             f'transformers: expected 5 or later; install it with: pip install "polyattn[transformers]" ({error})'
         ) from error
     selected(backend)
 
-    def forward(module: Any, *tensors: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
-        return attention_forward(module, *tensors, backend=backend, **arguments)
+    def forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        mask, causal = structure(attention_mask)
+        arguments["is_causal"] = causal  # eager attention ignores what the model says: its masks are complete
+        return attention_forward(module, query, key, value, mask, backend=backend, **arguments)
 
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, sdpa_mask)  # without it a model would be given no mask at all
+    AttentionMaskInterface.register(name, make_mask)  # without it a model would be given no mask at all
 
 
 def attention_forward(
@@ -73,12 +88,14 @@ def attention_forward(
     Parameters
     ----------
     module : nn.Module
-        The attention module of the model; ``is_causal`` of it counts where the argument is None.
+        The attention module of the model.
     query : Tensor (B, H, n_q, d)
     key, value : Tensor (B, H_kv, n_k, d)
     attention_mask : Tensor (B, 1 or H, n_q, n_k), optional
         Boolean, True where a query may attend; or floating, to be added, the least number of the dtype or less where
-        it may not. None: everything, or what is causal.
+        it may not. None: everywhere, or as `is_causal` says.
+    is_causal : bool, optional
+        Whether query i may attend to keys 0 to i only, where there is no mask. None: as ``module.is_causal`` says.
     dropout, scaling, softcap : float, optional
         Dropout takes its seed from torch's generator.
     s_aux : Tensor (H,), optional
@@ -95,22 +112,32 @@ def attention_forward(
     Raises
     ------
     ArgumentError
-        If the model hands over something that would change the result and is not understood.
+        If the model hands over something that would change the result and is not understood, or if there are several
+        queries, no mask, and neither `is_causal` nor the module says whether attention is causal.
     """
     from .torch import attention
 
     if unknown := [name for name in UNKNOWN if others.get(name) is not None]:
-        raise ArgumentError(f"attn_implementation: polyattn does not know this model's {', '.join(unknown)}")
+        reasons = "".join(f"; {name}: {UNKNOWN[name]}" for name in unknown if UNKNOWN[name])
+        raise ArgumentError(f"attn_implementation: polyattn does not know this model's {', '.join(unknown)}{reasons}")
     mask, bias = _mask_and_bias(attention_mask, position_bias)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     arguments: dict[str, Any] = {
         "mask": mask, "bias": bias, "sinks": s_aux, "scale": scaling, "softcap": softcap, "backend": backend,
         # Without a mask it is the usual triangle from the upper left: a longer cache has room to the right.
-        "causal": bool(causal) and attention_mask is None and query.shape[2] > 1, "q_offset": 0,
+        "causal": attention_mask is None and query.shape[2] > 1 and _causal(module, is_causal), "q_offset": 0,
     }  # fmt: skip
     out = attention(query, key, value, dropout=dropout, seed=_seed(dropout), **arguments)
     weights = attention_weights(query.detach(), key.detach(), **arguments) if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _causal(module: Any, is_causal: bool | None) -> bool:
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
+        raise ArgumentError(
+            f"is_causal: expected True or False, or an attention_mask; {type(module).__name__} has no is_causal"
+        )
+    return bool(causal)
 
 
 def _mask_and_bias(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

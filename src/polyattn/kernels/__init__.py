@@ -13,6 +13,7 @@ from ._dropout import THREEFRY
 from ._merge import merge, statistics_of_lse
 from ._prefix_mask import PrefixMask
 from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
+from ._records import Record, Structure, flatten
 from ._relative_positions import RelativePositionBias
 from ._structure import StructuredBias, StructuredMask
 from ._tiled import TiledKernel, allowed_in, loops, tile_lengths, unrounded
@@ -28,9 +29,11 @@ __all__ = [
     "Kernel",
     "PrefixMask",
     "Problem",
+    "Record",
     "RelativePositionBias",
     "RowStatistics",
     "Sizes",
+    "Structure",
     "StructuredBias",
     "StructuredMask",
     "TiledKernel",
@@ -40,6 +43,7 @@ __all__ = [
     "choose",
     "dtype_name",
     "expand",
+    "flatten",
     "loops",
     "merge",
     "named",

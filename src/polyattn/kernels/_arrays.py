@@ -35,7 +35,7 @@ def cast(xp: Any, x: Array, dtype: Any) -> Array:
 
 def widen(xp: Any, x: Array) -> Array:
     """Return ``x`` in float32 at least."""
-    return cast(xp, x, wide(xp, x.dtype))
+    return x if dtype_name(x.dtype) in ("float32", "float64") else xp.astype(x, xp.float32)
 
 
 def expand(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from ._arrays import Array
+from ._records import Record
 from ._structure import StructuredBias, StructuredMask
 
 
@@ -28,6 +29,10 @@ class RowStatistics(NamedTuple):
     def lse(self) -> Array:
         """The log-sum-exp of each row: the sum of the two."""
         return self.largest + self.log_total
+
+    def reshaped(self, xp: Any, shape: tuple[int, ...]) -> RowStatistics:
+        """Return them in another shape."""
+        return RowStatistics(xp.reshape(self.largest, shape), xp.reshape(self.log_total, shape))
 
 
 class AttentionGrads(NamedTuple):
@@ -66,7 +71,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(Record):
     """One attention problem, as :func:`polyattn.attention` documents its arguments. Immutable.
 
     ``backend`` is handed over for its namespace and its hooks; kernels know none by name.
@@ -99,6 +104,10 @@ class Problem:
     """The queries of the whole problem, if this is a tile of it."""
     table: Array | None = None
     """What a structured bias takes its values from; the gradient of the bias is then its own."""
+
+    ARRAYS: ClassVar[tuple[str, ...]] = (
+        "q_offset", "key_lengths", "seed", "mask", "bias", "sinks", "q_segments", "k_segments", "origin", "table",
+    )  # fmt: skip
 
     @property
     def structured(self) -> bool:

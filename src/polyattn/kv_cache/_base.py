@@ -1,4 +1,4 @@
-"""What every cache has in common: where it is bound, what it takes, and how one that was used up is told."""
+"""What every cache has in common: where it is bound, what it takes, and that one that was appended to is consumed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,17 @@ from .. import registry
 from ..backend import Array, Place, dtype_name
 from ..errors import ArgumentError, ShapeError
 from ..functional._arguments import expect_keywords, static_integer
-from ..functional._operation import (
-    Trip,
-    checked_dtype,
-    embark_for,
-    expect_arrays,
-    expect_dtype,
-    expect_rank,
-    expect_shape,
-    shown,
-)
+from ..functional._checks import checked_dtype, expect_arrays, expect_dtype, expect_rank, expect_shape, shown
+from ..functional._dispatch import Operation, Placed, compute, to_bound_device
+from ..kernels import Record
 from ..selection import Bound, bound
 from ._lengths import known, native, rewound
 
-__all__ = ["BaseCache", "size_of", "sizes_of"]
+__all__ = ["BaseCache", "InOrderCache", "alike", "size_of", "sizes_of"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BaseCache:
+class BaseCache(Record):
     """Keys and values, as many as each entry of a batch has."""
 
     keys: Array
@@ -41,8 +34,7 @@ class BaseCache:
     moves_inputs: bool
     in_place: bool
 
-    DATA_FIELDS: ClassVar[tuple[str, ...]] = ("keys", "values", "counts")
-    STATIC_FIELDS: ClassVar[tuple[str, ...]] = ("place", "moves_inputs", "in_place")
+    ARRAYS: ClassVar[tuple[str, ...]] = ("keys", "values", "counts")
     OWN: ClassVar[tuple[str, ...]] = ("q_offset", "key_lengths")
     """The arguments of attention that are the cache's to know."""
 
@@ -115,7 +107,8 @@ class BaseCache:
         """
         n = self._fitting(k, v)
         following = self._grown(n)
-        k, v = self._embarked({"k": k, "v": v}).arrays
+        placed = self._placed({"k": k, "v": v})
+        k, v = placed.arrays["k"], placed.arrays["v"]
         keys, values = self._written(k, v, following) if n else (self.keys, self.values)
         return self._next(keys, values, following)
 
@@ -235,15 +228,43 @@ class BaseCache:
             result["segment_ids"] = (ids[0], cut("segment_ids", ids[1]))
         return result
 
-    def _embarked(self, arrays: dict[str, Array | None]) -> Trip:
+    def _placed(self, arrays: dict[str, Array]) -> Placed:
+        """Move the caller's arrays to the cache's library."""
         remedy = f"make it with {type(self).__name__}.create(…, backend={{!r}})"
-        return embark_for(Bound(self.place, self.moves_inputs), arrays, "cache", remedy)
+        return to_bound_device(arrays, Bound(self.place, self.moves_inputs), "cache", remedy)
 
-    def _embarked_but(self, arrays: dict[str, Array | None], own: dict[str, Array | None]) -> Trip:
-        """Move the caller's arrays to the cache's; ``own`` are there already."""
-        trip = self._embarked({name: x for name, x in arrays.items() if name not in own})
-        moved = dict(zip((name for name in arrays if name not in own), trip.arrays, strict=True)) | own
-        return replace(trip, arrays=tuple(moved[name] for name in arrays))
+    def _computed(self, operation: Operation, placed: Placed, arrays: dict[str, Array], options: Any) -> Array:
+        """Return an operation's result for arrays of the cache's library, in the library of the caller's."""
+        y = compute(self.place.backend, operation.forward, operation.backward, arrays, options)
+        return placed.to_input_device(y, operation.name)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class InOrderCache(BaseCache):
+    """Keys and values (B, H_kv, capacity, d), written from the front on."""
+
+    @property
+    def k(self) -> Array:
+        """The keys as they lie in memory, (B, H_kv, n, d_k): a view up to the longest entry.
+
+        Where lengths are traced it goes up to the capacity.
+        """
+        return self._fresh().keys[:, :, : self._end(), :]
+
+    @property
+    def v(self) -> Array:
+        """The values, (B, H_kv, n, d_v), as :attr:`k`."""
+        return self._fresh().values[:, :, : self._end(), :]
+
+    def _end(self) -> int | None:
+        """Return how much of the memory is written, None where that is not known."""
+        held = known(self.counts, self.place)
+        return None if held is None else min(int(held.max()), self.capacity)
+
+    def _read(self) -> int:
+        """Return how much of the memory attention reads: all of it where each new length would be compiled anew."""
+        end = self._end() if self.in_place else None
+        return self.capacity if end is None else end
 
 
 def alike(starts: Any) -> int | Any:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ..backend import Array
+from ..functional import _attention
 from ..functional._arguments import checked_call
-from ..functional._attention import _operation as attention
-from ._base import sizes_of
-from ._in_order import InOrderCache
+from ._base import InOrderCache, sizes_of
 from ._lengths import grown
 
 __all__ = ["KVCache"]
@@ -83,6 +82,6 @@ class KVCache(InOrderCache):
         where: dict[str, Any] = {"q_offset": self.lengths - n_q, "key_lengths": self.lengths}
         if isinstance(start, int):
             where = {"q_offset": start - n_q, "key_lengths": None if start == end else start}
-        arrays, settings = checked_call(q, k, v, **self._cut(arguments, end), **where)
-        own = {name: arrays[name] for name in ("k", "v", *where)}
-        return attention.evaluate(self._embarked_but(arrays, own), {"settings": settings})
+        arrays, options = checked_call(q, k, v, **self._cut(arguments, end), **where)
+        placed = self._placed({name: x for name, x in arrays.items() if name not in ("k", "v", *where)})
+        return self._computed(_attention.OPERATION, placed, arrays | placed.arrays, options)

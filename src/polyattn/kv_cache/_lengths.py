@@ -11,7 +11,7 @@ from .. import registry
 from ..backend import Array, Place
 from ..errors import ArgumentError
 from ..functional._arguments import static_integer
-from ..functional._operation import shown
+from ..functional._checks import shown
 from ..kernels import cast
 
 
@@ -19,7 +19,7 @@ def known(counts: Array, place: Place) -> NDArray[np.int32] | None:
     """Return the lengths where their values are at hand, None where they are traced or on a device."""
     if isinstance(counts, np.ndarray):
         return counts
-    return place.backend.to_numpy(counts) if place.backend.on_host(counts) else None
+    return place.backend.to_numpy(counts) if place.backend.state(counts).readable else None
 
 
 def native(x: Any, place: Place) -> Any:
@@ -64,4 +64,4 @@ def _integers(name: str, x: Any, batch: int) -> Any:
     if static is not None:
         return static
     backend = registry.owner(x, name)
-    return backend.to_numpy(x) if backend.pinned(x) is None else x
+    return backend.to_numpy(x) if backend.state(x).captive is None else x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -11,11 +11,11 @@ from array_api_compat import numpy as host
 from ..backend import Array
 from ..errors import ArgumentError
 from ..functional._arguments import checked_call
-from ..functional._operation import Shaped, expect_shape
+from ..functional._checks import ShapeDtype, expect_shape
 from ..kernels import Sizes, StructuredMask
 from ._base import BaseCache, sizes_of
 from ._lengths import known, native, rewound
-from ._paged_attention import ARRAYS, operation
+from ._paged_attention import OPERATION
 from ._pages import Pages, needed
 from ._write_pages import writer
 
@@ -56,7 +56,7 @@ class PagedKVCache(BaseCache):
     numbers: Array
     """Which of its entry's pages each is."""
 
-    DATA_FIELDS: ClassVar[tuple[str, ...]] = (*BaseCache.DATA_FIELDS, "owners", "numbers")
+    ARRAYS: ClassVar[tuple[str, ...]] = (*BaseCache.ARRAYS, "owners", "numbers")
     OWN: ClassVar[tuple[str, ...]] = (*BaseCache.OWN, "dropout", "seed")
 
     @classmethod
@@ -224,35 +224,33 @@ class PagedKVCache(BaseCache):
                 f"{type(arguments['mask']).__name__}, which knows a key by its place among all; these are in pages"
             )
         # What there would be if the pages lay side by side: the arguments are checked against it.
-        dense = [Shaped((batch, x.shape[1], self.capacity, x.shape[3]), x.dtype) for x in (self.keys, self.values)]
-        given, settings = checked_call(q, *dense, **self._cut(arguments, self.capacity), q_offset=0)
-        _, heads, kv_heads, n_q, _, d_k, d_v = settings.sizes
+        dense = [ShapeDtype((batch, x.shape[1], self.capacity, x.shape[3]), x.dtype) for x in (self.keys, self.values)]
+        given, options = checked_call(q, *dense, **self._cut(arguments, self.capacity), q_offset=0)
+        _, heads, kv_heads, n_q, _, d_k, d_v = options["sizes"]
         ledger = self._if_known() if self.in_place else None
         if ledger is not None:  # pages that lie behind all that belong to somebody need not be read
             total = max(int(np.flatnonzero(ledger.pages.owners >= 0).max(initial=0)) + 1, 1)
         together = max(1, min(total, NUMBERS // max(heads * n_q * (d_k + d_v), 1)))
         if not self.in_place and heads // kv_heads * n_q <= size:  # queries are few, and a part of the pool is a copy
             together = total
-        settings = settings._replace(
-            sizes=Sizes((together,), heads, kv_heads, n_q, size, d_k, d_v), q_offset=None,
-            causal=settings.causal and n_q > 1,  # nothing comes after the last position
-        )  # fmt: skip
-        trip = self._embarked({name: x for name, x in given.items() if name not in ("k", "v")})
-        moved = dict(zip((name for name in given if name not in ("k", "v")), trip.arrays, strict=True))
-        arrays = self._by_page(moved, total, settings.bias is None)
-        return operation.evaluate(replace(trip, arrays=arrays), {"settings": settings, "pages": together})
+        options |= {
+            "sizes": Sizes((together,), heads, kv_heads, n_q, size, d_k, d_v),
+            "causal": options["causal"] and n_q > 1,  # nothing comes after the last position
+        }
+        del options["q_offset"]
+        placed = self._placed({name: x for name, x in given.items() if name not in ("k", "v")})
+        arrays = self._by_page(placed.arrays, total, "bias_structure" not in options)
+        return self._computed(OPERATION, placed, arrays, {"options": options, "pages": together})
 
-    def _by_page(self, moved: dict[str, Array | None], total: int, bias_by_pair: bool) -> tuple[Array | None, ...]:
+    def _by_page(self, given: dict[str, Array], total: int, bias_by_pair: bool) -> dict[str, Array]:
         """Return the arrays of the operation: what is given by entry and key, by page."""
         xp = self.place.backend.namespace()
         counts, owners, numbers = (native(x, self.place) for x in (self.counts, self.owners, self.numbers))
         owners, numbers = owners[:total], numbers[:total]
         entries, everything = xp.clip(owners, 0, None), int(self.keys.shape[0])
 
-        def by_page(x: Array | None) -> Array | None:
+        def by_page(x: Array) -> Array:
             """(…, capacity or 1) → (P, h, n_q, page_size or 1)."""
-            if x is None:
-                return None
             x = xp.reshape(x, (*(1,) * (4 - x.ndim), *x.shape))
             batch, heads, n_q, width = x.shape
             which = entries if batch > 1 else xp.zeros_like(entries)
@@ -261,17 +259,17 @@ class PagedKVCache(BaseCache):
                 x, which = xp.reshape(x, (batch * everything, heads, n_q, -1)), which * everything + numbers
             return xp.take(x, which, axis=0)
 
-        q_ids, k_ids = moved["q_segments"], moved["k_segments"]
-        if q_ids is not None and k_ids is not None:
-            q_ids = xp.take(xp.broadcast_to(q_ids, (counts.shape[0], q_ids.shape[-1])), entries, axis=0)
-            k_ids = by_page(xp.reshape(k_ids, (*k_ids.shape[:-1], 1, 1, k_ids.shape[-1])))
-            k_ids = xp.reshape(k_ids, (total, -1))
-        found = moved | {
-            "k": self.keys[:total, ...], "v": self.values[:total, ...], "mask": by_page(moved["mask"]),
-            "bias": by_page(moved["bias"]) if bias_by_pair else moved["bias"],
-            "q_segments": q_ids, "k_segments": k_ids, "owners": owners, "numbers": numbers, "counts": counts,
+        found = given | {
+            "k": self.keys[:total, ...], "v": self.values[:total, ...], "owners": owners, "numbers": numbers,
+            "counts": counts,
         }  # fmt: skip
-        return tuple(found[name] for name in ARRAYS)
+        found |= {name: by_page(given[name]) for name in ("mask", "bias")[: 1 + bias_by_pair] if name in given}
+        if "q_segments" in given:
+            q_ids, k_ids = given["q_segments"], given["k_segments"]
+            q_ids = xp.broadcast_to(q_ids, (counts.shape[0], q_ids.shape[-1]))
+            k_ids = by_page(xp.reshape(k_ids, (*k_ids.shape[:-1], 1, 1, k_ids.shape[-1])))
+            found |= {"q_segments": xp.take(q_ids, entries, axis=0), "k_segments": xp.reshape(k_ids, (total, -1))}
+        return found
 
 
 class _Ledger(NamedTuple):

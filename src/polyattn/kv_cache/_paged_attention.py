@@ -11,15 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-from ..backend import Array, Backend, Place
-from ..functional._arguments import Settings, make_problem
-from ..functional._attention import backward as attention_backward
-from ..functional._attention import prepare as prepare_attention
-from ..functional._operation import Operation
-from ..kernels import GENERIC, AttentionGrads, Problem, RowStatistics, cast, named, wide, widen
+from ..backend import Array, Backend, Record, Structure, flatten
+from ..functional import _attention
+from ..functional._arguments import make_problem
+from ..functional._dispatch import Operation
+from ..kernels import AttentionGrads, Kernel, Problem, RowStatistics, cast, wide, widen
 from ..kernels._exclusion import matmul_excluding
 from ..kernels._merge import Sums, finished, merge_sums, sums_of
 from ..kernels._plain import Rows, in_dtypes, nonzero
@@ -35,52 +34,52 @@ from ..kernels._units import (
     value_unit,
 )
 
-__all__ = ["ARRAYS", "operation"]
+__all__ = ["OPERATION"]
 
-ARRAYS = (
-    "q", "k", "v", "bias", "sinks", "mask", "q_segments", "k_segments", "owners", "numbers", "counts",
-)  # fmt: skip
-"""The order in which the native functions take their arrays; the first five have gradients."""
 PAGED = ("k", "v", "bias", "mask", "q_segments", "k_segments", "owners", "numbers")
-"""Those that have a page for their first axis; a structured bias's table has none."""
+"""The arrays that have a page for their first axis; a structured bias's table has none."""
 
 
 class Group(NamedTuple):
-    """The problem of some pages, as attention's native functions take it."""
+    """The attention problem of some pages."""
 
-    arrays: tuple[Array | None, ...]
+    q: Array
+    k: Array
+    v: Array
+    problem: Problem
     owners: Array  # (G,), −1 for a page that counts for nothing
     entries: Array  # (G,), 0 for these
-    backend: Backend
-
-    @property
-    def qkv(self) -> tuple[Array, Array, Array]:
-        """The queries, keys and values."""
-        q, k, v, *_ = self.arrays
-        return q, k, v
 
     def rows_of(self, units: Units) -> Units:
         """Return the units of the rows of each page's owner."""
-        xp = self.backend.namespace()
+        xp = self.problem.xp
         return Units(*(xp.take(x, self.entries, axis=0) for x in units))
 
 
-class Reading(NamedTuple):
-    """The arrays of a call, and how many pages are read at a time."""
+@dataclass(frozen=True, eq=False)
+class Reading(Record):
+    """The arrays of a call, its static arguments, and how many pages are read at a time."""
 
     backend: Backend
-    arrays: dict[str, Array | None]
-    settings: Settings
+    arrays: dict[str, Array]
+    options: dict[str, Any]
     pages: int
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("arrays", "options")
 
     @property
     def groups(self) -> int:
-        """How many groups there are; the last begins before its turn where the number of pages asks for it."""
+        """How many groups there are; the last overlaps the one before where the number of pages asks for it."""
         return -(-self._total // self.pages)
 
     @property
+    def device(self) -> str | None:
+        """The device of the arrays."""
+        return self.backend.device_of(self.arrays["q"])
+
+    @property
     def _total(self) -> int:
-        return int(self.arrays["k"].shape[0])  # type: ignore[union-attr]  # there are keys
+        return int(self.arrays["k"].shape[0])
 
     def start(self, i: Any) -> Any:
         """Return the first page of a group."""
@@ -99,85 +98,87 @@ class Reading(NamedTuple):
 
     def group(self, i: Any) -> Group:
         """Return the problem of a group."""
-        xp, given = self.backend.namespace(), self.arrays
-        paged = [name for name in PAGED if given[name] is not None and not (name == "bias" and self.settings.bias)]
-        x: dict[str, Any] = given | {name: self.part(given[name], i) for name in paged}
-        owners, size, n_q = x["owners"], self.settings.sizes.n_k, self.settings.sizes.n_q
+        xp, structured = self.backend.namespace(), "bias_structure" in self.options
+        paged = [name for name in PAGED if name in self.arrays and not (name == "bias" and structured)]
+        x = self.arrays | {name: self.part(self.arrays[name], i) for name in paged}
+        owners, size, n_q = x.pop("owners"), self.options["sizes"].n_k, self.options["sizes"].n_q
         if self.groups > 1:  # a page that the group before had too counts once
             owners = xp.where(self.start(i) + self._count() >= i * self.pages, owners, xp.full_like(owners, -1))
         entries = xp.clip(owners, 0, None)
-        start = x["numbers"] * size  # (G,): the position of a page's first key
-        lengths = xp.take(x["counts"], entries, axis=0)
-        held = xp.where(owners >= 0, xp.clip(lengths - start, 0, size), xp.zeros_like(start))
-        q = xp.take(x["q"], entries, axis=0)  # (G, H, n_q, d_k)
-        offset = lengths - n_q - start
-        arrays = (q, x["k"], x["v"], x["bias"], None, x["mask"], offset, held, x["q_segments"], x["k_segments"], None)
-        return Group(arrays, owners, entries, self.backend)
+        start = x.pop("numbers") * size  # (G,): the position of a page's first key
+        lengths = xp.take(x.pop("counts"), entries, axis=0)
+        x["key_lengths"] = xp.where(owners >= 0, xp.clip(lengths - start, 0, size), xp.zeros_like(start))
+        x["q_offset"] = lengths - n_q - start
+        q, k, v = xp.take(x.pop("q"), entries, axis=0), x.pop("k"), x.pop("v")  # q (G, H, n_q, d_k)
+        x.pop("sinks", None)  # of each entry, not of each page
+        problem = make_problem(self.backend, q, self.device, **x, **self._problem_options)
+        return Group(q, k, v, problem, owners, entries)
 
-    def problem(self, group: Group) -> Problem:
-        """Return the problem of a group."""
-        return make_problem(Place(self.backend, self.settings.device), group.arrays, self.settings)
+    def kernel_for(self, problem: Problem) -> Kernel:
+        """Return the kernel that computes the pages of a group."""
+        return _attention.kernel_for(problem, self.options["kernel"])
 
     @property
     def whole(self) -> Problem:
-        """The problem of a page, but for its keys: those of all pages."""
-        x = self.arrays
-        seen = (x["q"], x["k"], x["v"], x["bias"], None, None, None, None, None, None, None)
-        problem = make_problem(Place(self.backend, self.settings.device), seen, self.settings)
-        return replace(problem, sizes=problem.sizes._replace(n_k=problem.sizes.n_k * self._total))
+        """The problem of the entries, without what says which keys a query sees: the keys are those of all pages."""
+        given, options = {name: self.arrays.get(name) for name in ("bias", "sinks")}, self._problem_options
+        sizes = options["sizes"]._replace(n_k=options["sizes"].n_k * self._total)
+        return make_problem(self.backend, self.arrays["q"], self.device, **given, **(options | {"sizes": sizes}))
+
+    @property
+    def _problem_options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.options.items() if name != "kernel"}
 
     def _count(self) -> Array:
         xp = self.backend.namespace()
-        return xp.arange(self.pages, dtype=xp.int32, device=self.backend.native_device(self.settings.device))
+        return xp.arange(self.pages, dtype=xp.int32, device=self.backend.native_device(self.device))
 
 
-def prepare(place: Place, arrays: tuple[Any, ...], static: dict[str, Any]) -> dict[str, Any]:
-    """Choose the kernel that reads the pages."""
-    x = dict(zip(ARRAYS, arrays, strict=True))
-    seen = (
-        x["q"], x["k"], x["v"], x["bias"], None, x["mask"], x["numbers"], x["numbers"],
-        x["q_segments"], x["k_segments"], None,
-    )  # fmt: skip
-    return static | prepare_attention(place, seen, static)
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    reading: Reading
+    out: Array
+    statistics: RowStatistics
 
 
-def forward(backend: Backend, *arrays: Array, settings: Settings, pages: int) -> tuple[Array, tuple[Any, ...]]:
-    """Return out (B, H, n_q, d_v); save the arrays, out and the row statistics."""
-    out, statistics = _compiled(backend, settings, pages)(*arrays)
-    return out, (*arrays, out, *statistics)
+def forward(backend: Backend, *, pages: int, options: dict[str, Any], **arrays: Array) -> tuple[Array, Saved]:
+    """Return out (B, H, n_q, d_v)."""
+    reading = Reading(backend, arrays, options, pages)
+    flat, structure = flatten(reading)
+    out, statistics = _compiled(backend, structure)(*flat)
+    return out, Saved(reading, out, statistics)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(backend: Backend, settings: Settings, pages: int) -> Callable[..., tuple[Array, RowStatistics]]:
+def _compiled(backend: Backend, structure: Structure) -> Callable[..., tuple[Array, RowStatistics]]:
     """Return the forward as one program, where the library compiles any."""
-    return backend.jit(functools.partial(_forward, backend, settings, pages))
+    return backend.jit(lambda *arrays: _read(structure.build(arrays)))
 
 
-def _forward(backend: Backend, settings: Settings, pages: int, *arrays: Array) -> tuple[Array, RowStatistics]:
+def _read(reading: Reading) -> tuple[Array, RowStatistics]:
     """Return out (B, H, n_q, d_v) and the row statistics (B, H, n_q)."""
-    x = dict(zip(ARRAYS, arrays, strict=True))
-    xp, reading = backend.namespace(), Reading(backend, x, settings, pages)
+    backend, x, problem = reading.backend, reading.arrays, reading.whole
+    xp, d_v = problem.xp, problem.sizes.d_v
     q, k, v = (widen(xp, x[name]) for name in ("q", "k", "v"))
-    problem = reading.whole
 
     def ordinary() -> tuple[Array, RowStatistics]:
         def of_pages(group: Group) -> Sums:
-            part, kernel = reading.problem(group), named(backend.kernels, settings.kernel or GENERIC.name)
-            out, statistics = with_statistics(kernel, *group.qkv, part)
+            kernel = reading.kernel_for(group.problem)
+            out, statistics = with_statistics(kernel, group.q, group.k, group.v, group.problem)
             return sums_of(xp, widen(xp, out), statistics)
 
-        out, statistics = finished(xp, over_groups(reading, of_pages, settings.sizes.d_v, None))
+        out, statistics = finished(xp, over_groups(reading, of_pages, d_v, None))
         return cast(xp, out, x["q"].dtype), statistics
 
     def careful() -> tuple[Array, RowStatistics]:
         units, unit = row_units(q, k, problem), value_unit(v, problem)
 
         def of_pages(group: Group) -> Sums:
-            q_t, k_t, v_t = group.qkv
-            v_t = divided(widen(xp, v_t), unit)
-            return tiled_sums(q_t, k_t, v_t, reading.problem(group), group.rows_of(units))
+            v_t = divided(widen(xp, group.v), unit)
+            return tiled_sums(group.q, group.k, v_t, group.problem, group.rows_of(units))
 
-        out, statistics = finished(xp, over_groups(reading, of_pages, settings.sizes.d_v, units), units)
+        out, statistics = finished(xp, over_groups(reading, of_pages, d_v, units), units)
         return cast(xp, multiplied(out, unit), x["q"].dtype), statistics
 
     return backend.cond(fits(q, k, v, problem), ordinary, careful)  # type: ignore[no-any-return]
@@ -187,8 +188,7 @@ def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: i
     """Return the sums of every row over its pages and the sink, from those of the pages of each group."""
     backend, x = reading.backend, reading.arrays
     xp, q = backend.namespace(), x["q"]
-    rows, dtype = tuple(q.shape[:-1]), wide(xp, q.dtype)  # type: ignore[union-attr]  # there are queries
-    device = backend.native_device(reading.settings.device)
+    rows, dtype, device = tuple(q.shape[:-1]), wide(xp, q.dtype), backend.native_device(reading.device)
 
     def one(i: Any) -> Sums:
         group = reading.group(i)
@@ -200,7 +200,7 @@ def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: i
         total = one(0)
     else:
         total, _ = backend.scan(lambda carry, i: (merge_sums(xp, carry, one(i), units), ()), nothing, reading.groups)
-    if x["sinks"] is not None:  # one more key, whose value is zero
+    if "sinks" in x:  # one more key, whose value is zero
         sinks = zero + divided(cast(xp, x["sinks"], dtype)[:, None, None], units)
         one_ = xp.where(xp.equal(sinks, -math.inf), zero, xp.ones_like(zero))
         total = merge_sums(xp, total, Sums(nothing.out, one_, sinks), units)
@@ -229,23 +229,19 @@ def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units
     return Sums(xp.permute_dims(product, (2, 0, 1, 3)), totals, base)
 
 
-def backward(
-    backend: Backend, dout: Array, saved: tuple[Any, ...], *, settings: Settings, pages: int
-) -> tuple[Any, ...]:
-    """Return a gradient for each array: each page's from what its rows are over all their keys."""
-    *arrays, out, largest, log_total = saved
-    x = dict(zip(ARRAYS, arrays, strict=True))
-    xp, reading = backend.namespace(), Reading(backend, x, settings, pages)
+def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
+    """Return the gradients: each page's from what its rows are over all their keys."""
+    reading, out, statistics = saved
+    xp, x, problem = backend.namespace(), reading.arrays, reading.whole
     q, k, v, dout_ = (widen(xp, y) for y in (x["q"], x["k"], x["v"], dout))
-    problem = replace(reading.whole, sinks=x["sinks"])
 
     def ordinary() -> AttentionGrads:
         def of_pages(group: Group) -> Any:
-            rows = (xp.take(y, group.entries, axis=0) for y in (dout, out, largest, log_total))
-            dout_t, *own = rows
-            return attention_backward(backend, dout_t, (*group.arrays, *own), settings=settings)[:4]
+            dout_t, out_t, *own = (xp.take(y, group.entries, axis=0) for y in (dout, out, *statistics))
+            kernel, own_t = reading.kernel_for(group.problem), RowStatistics(*own)
+            return kernel.backward(dout_t, None, group.q, group.k, group.v, out_t, own_t, group.problem)[:4]
 
-        rows = Rows(largest, log_total, -xp.sum(dout_ * widen(xp, out), axis=-1))
+        rows = Rows(*statistics, -xp.sum(dout_ * widen(xp, out), axis=-1))
         grads = summed_over_groups(reading, of_pages)
         return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows)
 
@@ -254,51 +250,48 @@ def backward(
         small = divided(dout_, unit)
 
         def rows_of_pages(group: Group) -> Sums:
-            dout_t, part = xp.take(small, group.entries, axis=0), reading.problem(group)
-            return tiled_rows(dout_t, *group.qkv, part, group.rows_of(units))
+            dout_t = xp.take(small, group.entries, axis=0)
+            return tiled_rows(dout_t, group.q, group.k, group.v, group.problem, group.rows_of(units))
 
         row = over_groups(reading, rows_of_pages, 1, units)
         means = row.out / nonzero(xp, row.total)
-        of_row = (xp.squeeze(y, axis=-1) for y in (row.largest, xp.log(row.total), -means))
-        largest_, log_total_, shift = of_row
-        rows = Rows(largest_, log_total_, shift, units)
+        largest, log_total, shift = (xp.squeeze(y, axis=-1) for y in (row.largest, xp.log(row.total), -means))
+        rows = Rows(largest, log_total, shift, units)
 
         def of_pages(group: Group) -> Any:
-            dout_t, *own_t = (xp.take(y, group.entries, axis=0) for y in (small, *rows[:3]))
-            rows_t = Rows(own_t[0], own_t[1], own_t[2], group.rows_of(units))
-            return tiled_gradients(dout_t, *group.qkv, rows_t, reading.problem(group))
+            dout_t, *own = (xp.take(y, group.entries, axis=0) for y in (small, largest, log_total, shift))
+            rows_t = Rows(own[0], own[1], own[2], group.rows_of(units))
+            return tiled_gradients(dout_t, group.q, group.k, group.v, rows_t, group.problem)
 
         grads = summed_over_groups(reading, of_pages)
         return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows, unit)
 
-    moderate = is_moderate(q, k, v, RowStatistics(largest, log_total), problem, dout_)
-    grads = backend.cond(moderate, ordinary, careful)
-    return *grads, *(None for _ in ARRAYS[5:])
+    moderate = is_moderate(q, k, v, statistics, problem, dout_)
+    return backend.cond(moderate, ordinary, careful)  # type: ignore[no-any-return]
 
 
 def summed_over_groups(reading: Reading, of_pages: Callable[[Group], Any]) -> tuple[Array | None, ...]:
     """Return the gradients of q, k, v and the bias from those of each group's pages."""
     backend, x = reading.backend, reading.arrays
-    xp, put, table = backend.namespace(), reading.backend.update_slice, reading.settings.bias is not None
+    xp, put, structured = backend.namespace(), backend.update_slice, "bias_structure" in reading.options
 
     def one(carry: Any, i: Any) -> tuple[Any, tuple[()]]:
-        group, (dq, *totals) = reading.group(i), carry
-        dq_, *parts = of_pages(group)
-        dq = backend.index_add(dq, group.entries, widen(xp, dq_))
-        for number, (name, total, part) in enumerate(zip(("k", "v", "bias"), totals, parts, strict=True)):
-            if part is None:
-                continue
-            part = widen(xp, part)
-            if name == "bias" and table:
-                totals[number] = total + part
-            else:  # pages that two groups have are zero in one of them
-                totals[number] = put(total, reading.part(total, i) + part, reading.start(i), 0)
-        return (dq, *totals), ()
+        group, (dq, dk, dv, dbias) = reading.group(i), carry
+        parts = of_pages(group)
+        dq_, dk_, dv_, dbias_ = (None if dx is None else widen(xp, dx) for dx in parts)
 
-    given = (x[name] for name in ("q", "k", "v", "bias"))
+        def add(total: Array, part: Array) -> Array:  # pages that two groups have are zero in one of them
+            return put(total, reading.part(total, i) + part, reading.start(i), 0)
+
+        dq, dk, dv = backend.index_add(dq, group.entries, dq_), add(dk, dk_), add(dv, dv_)
+        if dbias is not None:
+            dbias = dbias + dbias_ if structured else add(dbias, dbias_)
+        return (dq, dk, dv, dbias), ()
+
+    given = (x.get(name) for name in ("q", "k", "v", "bias"))
     zeros = tuple(None if y is None else xp.zeros_like(y, dtype=wide(xp, y.dtype)) for y in given)
     totals, _ = backend.scan(one, zeros, reading.groups)
     return tuple(totals)
 
 
-operation = Operation("PagedKVCache.attention", forward, backward, prepare)
+OPERATION = Operation("PagedKVCache.attention", forward, backward)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from ..backend import Array
 from ..errors import ArgumentError
+from ..functional import _attention
 from ..functional._arguments import checked_call
-from ..functional._attention import _operation as attention
-from ..functional._operation import shown
+from ..functional._checks import shown
 from ..kernels import StructuredBias, StructuredMask, cast
-from ._base import BaseCache, alike, size_of, sizes_of
-from ._in_order import InOrderCache
+from ._base import BaseCache, InOrderCache, alike, size_of, sizes_of
 from ._lengths import known, native, rewound
 from ._ring import Ring
 
@@ -61,8 +60,7 @@ class SlidingKVCache(InOrderCache):
     sink_tokens: int
     chunk: int
 
-    DATA_FIELDS: ClassVar[tuple[str, ...]] = (*BaseCache.DATA_FIELDS, "lows")
-    STATIC_FIELDS: ClassVar[tuple[str, ...]] = (*BaseCache.STATIC_FIELDS, "window", "sink_tokens", "chunk")
+    ARRAYS: ClassVar[tuple[str, ...]] = (*BaseCache.ARRAYS, "lows")
     OWN: ClassVar[tuple[str, ...]] = (*BaseCache.OWN, "window", "dropout", "seed")
 
     @classmethod
@@ -185,12 +183,13 @@ class SlidingKVCache(InOrderCache):
         self._expect_held(n_q)
         end = self._read()
         k, v = self.keys[:, :, :end, :], self.values[:, :, :end, :]
-        arrays, settings = checked_call(q, k, v, **self._cut(arguments, end), q_offset=0)
-        trip = self._embarked_but(arrays, {"k": arrays["k"], "v": arrays["v"]})
-        moved = dict(zip(arrays, trip.arrays, strict=True))
-        moved["mask"] = self._masked(moved["mask"], n_q, end, settings.causal)
-        trip = replace(trip, arrays=tuple(moved.values()))
-        return attention.evaluate(trip, {"settings": settings._replace(causal=False)})  # the mask has it
+        arrays, options = checked_call(q, k, v, **self._cut(arguments, end), q_offset=0)
+        placed = self._placed({name: x for name, x in arrays.items() if name not in ("k", "v")})
+        arrays |= placed.arrays
+        mask = self._masked(arrays.get("mask"), n_q, end, options["causal"])
+        if mask is not None:
+            arrays["mask"] = mask
+        return self._computed(_attention.OPERATION, placed, arrays, {**options, "causal": False})  # the mask has it
 
     def _expect_held(self, n_q: int) -> None:
         held, lows = known(self.counts, self.place), known(self.lows, self.place)

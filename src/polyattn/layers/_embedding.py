@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ..backend import Array, Cache
-from ..functional._embedding import _operation as embedding
+from ..backend import Array, Backend, Cache
+from ..functional import _embedding
 from ..functional._embedding import checked_indices
 from ._initial import checked_sizes, generator
 from ._layer import Layer
@@ -47,9 +47,6 @@ class Embedding(Layer):
     ((1, 3, 4), array([0., 2., 0., 1.]))
     """
 
-    _operation = embedding
-    _slots = ("weight",)
-
     def __init__(
         self, count: int, features: int, *, seed: int = 0, dtype: str = "float32", backend: str | None = None,
         device: str | None = None,
@@ -64,16 +61,23 @@ class Embedding(Layer):
 
     def __call__(self, indices: Array) -> Array:
         """Return the rows (…, features) of indices (…), and keep nothing."""
-        return self._call({"indices": indices}, self._static(indices))
+        return self._call({"indices": indices}, seen=checked_indices(indices, self.count))
 
     def forward(self, indices: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._record({"indices": indices}, self._static(indices))
+        return self._call_with_cache({"indices": indices}, seen=checked_indices(indices, self.count))
 
     def backward(self, dy: Array, cache: Cache) -> tuple[EmbeddingInputs, dict[str, Array]]:
         """Return None for the indices, and {weight}: for each row the sum of dy over where it was taken."""
-        _, grads = self._pull(dy, cache, ("indices",))
-        return EmbeddingInputs(None), grads
+        return self._call_backward(dy, cache)
 
-    def _static(self, indices: Array) -> dict[str, Any]:
-        return {"count": self.count, "seen": checked_indices(indices, self.count)}
+    def native_forward(self, backend: Backend, indices: Array, *, seen: bool) -> tuple[Array, _embedding.Saved]:
+        """Return the rows of the indices."""
+        return _embedding.forward(backend, indices, self._parameters["weight"], count=self.count, seen=seen)
+
+    def native_backward(
+        self, backend: Backend, dy: Array, saved: _embedding.Saved
+    ) -> tuple[EmbeddingInputs, dict[str, Array]]:
+        """Reverse the forward."""
+        _, dweight = _embedding.backward(backend, dy, saved)
+        return EmbeddingInputs(None), {"weight": dweight}

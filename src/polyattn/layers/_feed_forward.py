@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
 from ..functional import _geglu, _gelu, _linear, _relu, _silu, _swiglu
-from ..functional._operation import Operation
-from ._initial import checked_sizes, generator, initial_weight
-from ._layer import Layer
+from ._initial import checked_sizes, generator
+from ._layer import Layer, named
+from ._projection import Projection
 
 __all__ = ["FeedForward", "FeedForwardInputs"]
 
-# Each activation's forward and backward, and what else they take; then those of two arrays, the gate and the rest.
-PLAIN: dict[str, Any] = {
-    "gelu": (_gelu, {"approximate": "none"}), "gelu_tanh": (_gelu, {"approximate": "tanh"}), "relu": (_relu, {}),
-    "silu": (_silu, {}),
-}  # fmt: skip
-GATED: dict[str, Any] = {"swiglu": (_swiglu, {}), "geglu": (_geglu, {"approximate": "none"})}
-ACTIVATIONS = PLAIN | GATED
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+class Activation(NamedTuple):
+    """The native functions of an activation, and their static arguments; a gated one takes two arrays."""
+
+    operation: Any
+    options: dict[str, Any]
+    gated: bool = False
+
+
+ACTIVATIONS = {
+    "gelu": Activation(_gelu, {"approximate": "none"}),
+    "gelu_tanh": Activation(_gelu, {"approximate": "tanh"}),
+    "relu": Activation(_relu, {}),
+    "silu": Activation(_silu, {}),
+    "swiglu": Activation(_swiglu, {}, gated=True),
+    "geglu": Activation(_geglu, {"approximate": "none"}, gated=True),
+}
 
 
 class FeedForwardInputs(NamedTuple):
@@ -31,34 +38,13 @@ class FeedForwardInputs(NamedTuple):
     x: Array
 
 
-def forward(backend: Backend, x: Array, *parameters: Array | None, activation: str) -> tuple[Array, tuple[Any, ...]]:
-    """Return φ(x W_up) W_down, or φ(x W_gate, x W_up) W_down for a gated φ, with the biases."""
-    gate_w, up_w, down_w, gate_b, up_b, down_b = parameters
-    operation, options = ACTIVATIONS[activation]
-    up, _ = _linear.forward(backend, x, up_w, up_b)  # (…, hidden)
-    halves = (up,) if gate_w is None else (_linear.forward(backend, x, gate_w, gate_b)[0], up)
-    inner, inner_saved = operation.forward(backend, *halves, **options)  # (…, hidden)
-    y, _ = _linear.forward(backend, inner, down_w, down_b)  # (…, d_model)
-    return y, (x, inner, *parameters, *inner_saved)
+class Saved(NamedTuple):
+    """What the backward needs."""
 
-
-def backward(
-    backend: Backend, dy: Array, saved: tuple[Any, ...], *, activation: str, inputs: bool = True
-) -> tuple[Any, ...]:
-    """Reverse each line; the gradient of x, then the parameters'."""
-    x, inner, gate_w, up_w, down_w, gate_b, up_b, down_b, *inner_saved = saved
-    operation, options = ACTIVATIONS[activation]
-    # y = inner W_down + b_down
-    dinner, ddown_w, ddown_b = _linear.backward(backend, dy, (inner, down_w, down_b))
-    # inner = φ(gate, up)
-    *dgates, dup = operation.backward(backend, dinner, tuple(inner_saved), **options)
-    # up = x W_up + b_up, gate = x W_gate + b_gate
-    dx, dup_w, dup_b = _linear.backward(backend, dup, (x, up_w, up_b), inputs=inputs)
-    dgate_w = dgate_b = None
-    for dgate in dgates:
-        dx_of_gate, dgate_w, dgate_b = _linear.backward(backend, dgate, (x, gate_w, gate_b), inputs=inputs)
-        dx = dx + dx_of_gate if inputs else None
-    return dx, dgate_w, dup_w, ddown_w, dgate_b, dup_b, ddown_b
+    gate_proj: _linear.Saved | None
+    up_proj: _linear.Saved
+    activation: Any
+    down_proj: _linear.Saved
 
 
 class FeedForward(Layer):
@@ -101,9 +87,6 @@ class FeedForward(Layer):
     ((2, 5, 8), ['gate_proj.weight', 'up_proj.weight', 'down_proj.weight'])
     """
 
-    _operation = Operation("FeedForward", forward, backward)
-    _slots = (*(f"{name}.weight" for name in PROJECTIONS), *(f"{name}.bias" for name in PROJECTIONS))
-
     def __init__(
         self, d_model: int, hidden: int, *, activation: str = "gelu", bias: bool = True,
         init: str = "xavier_uniform", seed: int = 0, dtype: str = "float32", backend: str | None = None,
@@ -113,7 +96,13 @@ class FeedForward(Layer):
         if activation not in tuple(ACTIVATIONS):
             raise ArgumentError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         self.activation, self.bias = activation, bool(bias)
-        super().__init__(self._initial(init, seed), dtype, backend, device)
+        shared: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
+        projection: dict[str, Any] = {"bias": bias, "init": init, "seed": generator(seed), **shared}
+        gated = ACTIVATIONS[activation].gated
+        self.gate_proj = Projection(self.d_model, self.hidden, **projection) if gated else None
+        self.up_proj = Projection(self.d_model, self.hidden, **projection)
+        self.down_proj = Projection(self.hidden, self.d_model, **projection)
+        super().__init__({}, **shared)
 
     def config(self) -> dict[str, Any]:
         """Return the arguments that make a layer of the same architecture."""
@@ -121,25 +110,44 @@ class FeedForward(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return the layer's result for x (…, d_model), and keep nothing."""
-        return self._call(self._of_width(x, self.d_model), {"activation": self.activation})
+        return self._call(self._checked_input(x, self.d_model))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._record(self._of_width(x, self.d_model), {"activation": self.activation})
+        return self._call_with_cache(self._checked_input(x, self.d_model))
 
     def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[FeedForwardInputs, dict[str, Array]]:
         """Return dx, and the gradients of the parameters by name, summed over every leading axis.
 
         ``inputs=False``, for the first layer of a model, leaves out dx: it is None.
         """
-        dinputs, grads = self._pull(dy, cache, ("x",), inputs=inputs)
-        return FeedForwardInputs(*dinputs), {name: grads[name] for name in self._parameters}
+        return self._call_backward(dy, cache, inputs=inputs)
 
-    def _initial(self, init: str, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-        rng, parameters = generator(seed), {}
-        for name in PROJECTIONS[self.activation not in GATED :]:
-            sizes = (self.hidden, self.d_model) if name == "down_proj" else (self.d_model, self.hidden)
-            parameters[f"{name}.weight"] = initial_weight(rng, init, *sizes)
-            if self.bias:
-                parameters[f"{name}.bias"] = np.zeros(sizes[1])
-        return parameters
+    def native_forward(self, backend: Backend, x: Array) -> tuple[Array, Saved]:
+        """Return φ(x W_up) W_down, or φ(x W_gate, x W_up) W_down for a gated φ, with the biases."""
+        operation, options, _ = ACTIVATIONS[self.activation]
+        gate_proj = None
+        up, up_proj = self.up_proj.native_forward(backend, x)  # (…, hidden)
+        if self.gate_proj is None:
+            inner, activation = operation.forward(backend, up, **options)  # (…, hidden)
+        else:
+            gate, gate_proj = self.gate_proj.native_forward(backend, x)  # (…, hidden)
+            inner, activation = operation.forward(backend, gate, up, **options)  # (…, hidden)
+        y, down_proj = self.down_proj.native_forward(backend, inner)  # (…, d_model)
+        return y, Saved(gate_proj, up_proj, activation, down_proj)
+
+    def native_backward(
+        self, backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True
+    ) -> tuple[FeedForwardInputs, dict[str, Array]]:
+        """Reverse each line; without ``inputs`` the gradient of x is None."""
+        operation, grads = ACTIVATIONS[self.activation].operation, {}
+        (dinner,), grads["down_proj"] = self.down_proj.native_backward(backend, dy, saved.down_proj)
+        *dgates, dup = operation.backward(backend, dinner, saved.activation)  # a gate has a gradient of its own
+        (dx,), grads["up_proj"] = self.up_proj.native_backward(backend, dup, saved.up_proj, inputs=inputs)
+        if self.gate_proj is not None and saved.gate_proj is not None:
+            (dgate,) = dgates
+            (dx_of_gate,), grads["gate_proj"] = self.gate_proj.native_backward(
+                backend, dgate, saved.gate_proj, inputs=inputs
+            )
+            dx = dx + dx_of_gate if inputs else None
+        return FeedForwardInputs(dx), named(**grads)

@@ -1,38 +1,38 @@
-"""What all layers share: parameters by name, the place to which a layer is bound, and the stairs around its formula."""
+"""What all layers share: parameters by name, child layers, the place to which a layer is bound, and its dispatch."""
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from .. import registry
-from ..backend import Array, Cache, Place, dtype_name
+from ..backend import Array, Backend, Cache, Place, dtype_name
 from ..checkpoint import read_tensors, write_tensors
 from ..conversion import checked_device, move, place_of
 from ..errors import BackendMismatchError, CheckpointError, ShapeError
-from ..functional._operation import Operation, Trip, checked_dtype, embark_for, expect_dtype, expect_rank
+from ..functional._checks import checked_dtype, expect_dtype, expect_rank
+from ..functional._dispatch import Placed, compute, expect_cache, finish, to_bound_device, to_home, upstream, wait
 from ..selection import Bound, bound
-from ._frame import Frame
 
-__all__ = ["Layer"]
+__all__ = ["Layer", "named"]
+
+Inputs = TypeVar("Inputs", bound=NamedTuple)
 
 
 class Layer:
-    """Parameters over an operation. Subclasses give the operation, and say what each input is called.
+    """Parameters, child layers and a formula over them.
+
+    A subclass assigns its child layers to attributes and writes the formula in :meth:`native_forward` and
+    :meth:`native_backward`, which call those of the children.
 
     A layer is bound when it is made: to ``backend=``, else to the selection in
     force, else to NumPy. Bound by argument or selection it takes arrays of any
     library and returns that library's; bound by default it takes NumPy's.
     To JAX, once bound to it, a layer is a pytree with the parameters as its leaves.
     """
-
-    _operation: ClassVar[Operation]
-    _slots: ClassVar[tuple[str, ...]] = ()
-    """The parameters in the order in which the operation takes them after the inputs; a layer may lack some."""
 
     def __init__(
         self, parameters: Mapping[str, np.ndarray[Any, Any]], dtype: str, backend: str | None, device: str | None
@@ -53,6 +53,11 @@ class Layer:
     def device(self) -> str | None:
         """The device of its parameters."""
         return self._place.device
+
+    @property
+    def place(self) -> Place:
+        """Where the parameters are, and where a call is computed."""
+        return self._place
 
     @property
     def dtype(self) -> str:
@@ -76,22 +81,22 @@ class Layer:
         self.__dict__.update(state, _place=Place(registry.ready(name), device))
         self._place.backend.register(type(self))
 
-    def flattened(self) -> tuple[tuple[Array, ...], Frame]:
-        """Return the parameters, and the rest of the layer: what JAX, to which a layer is a pytree, asks of it."""
-        return tuple(self._parameters.values()), Frame(self)
+    # ---- the formula, on native arrays of the layer's library ------------------------------------------------------
 
-    @classmethod
-    def unflattened(cls, frame: Frame, parameters: Sequence[Any]) -> Self:
-        """Reverse :meth:`flattened`. Parameters may be anything: gradients, placeholders, stacks of several layers'."""
-        layer = object.__new__(cls)
-        layer.__dict__.update(frame.state, _parameters=dict(zip(frame.names, parameters, strict=True)))
-        return layer
+    def native_forward(self, backend: Backend, *inputs: Any, **arguments: Any) -> tuple[Array, Any]:
+        """Return ``(y, saved)``, with ``saved`` the record that the backward needs."""
+        raise NotImplementedError
+
+    def native_backward(self, backend: Backend, dy: Array, saved: Any) -> tuple[Any, dict[str, Array]]:
+        """Return the gradients of the inputs, as a named tuple, and those of the parameters by name."""
+        raise NotImplementedError
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Array]:
         """Return the parameters by dotted name, in a dict of its own; the arrays are the layer's."""
-        return dict(self._parameters)
+        of_children = {name: child.parameters() for name, child in self._children().items()}
+        return {**named(**of_children), **self._parameters}
 
     def with_parameters(self, parameters: Mapping[str, Array]) -> Self:
         """Return a layer that uses these very arrays: the training step, and what ``jax.jit`` traces.
@@ -103,10 +108,29 @@ class Layer:
         BackendMismatchError
             If the arrays are not of the library and device to which the layer is bound.
         """
-        self._check(parameters)
+        self.expect_parameters(parameters)
         self._expect_here(parameters)
-        other = copy.copy(self)
+        return self.with_arrays(parameters)
+
+    def with_arrays(
+        self, parameters: Mapping[str, Any], *, dtype: str | None = None, place: Place | None = None
+    ) -> Self:
+        """Return a layer of the same architecture that uses these arrays; unlike :meth:`with_parameters`, unchecked.
+
+        ``dtype`` and ``place`` are what the arrays have, where that is not what this layer's have; a layer for which
+        a place is given takes inputs of any library.
+        """
+        other = object.__new__(type(self))
+        for name, value in vars(self).items():  # torch.compile follows this, and not an update of __dict__
+            setattr(other, name, value)
         other._parameters = {name: parameters[name] for name in self._parameters}
+        if dtype is not None:
+            other._dtype = dtype
+        if place is not None:
+            other._place, other._moves_inputs = place, True
+        for name, child in self._children().items():
+            of_child = {key: parameters[f"{name}.{key}"] for key in child.parameters()}
+            setattr(other, name, child.with_arrays(of_child, dtype=dtype, place=place))
         return other
 
     def load_parameters(self, parameters: Mapping[str, Array]) -> None:
@@ -117,15 +141,14 @@ class Layer:
         CheckpointError
             If names, shapes or dtypes are not this layer's; it is then unchanged.
         """
-        self._check(parameters)
+        self.expect_parameters(parameters)
         with self._place.backend.scope():  # a copy of the values, not a step that autograd goes back through
-            self._parameters = {
-                name: move(parameters[name], self._place, name=name, copy=True) for name in self._parameters
-            }
+            copies = {name: move(parameters[name], self._place, name=name, copy=True) for name in self.parameters()}
+        self._assign(copies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the parameters as safetensors, whole or not at all."""
-        write_tensors(path, self._parameters, {"layer": type(self).__name__})
+        write_tensors(path, self.parameters(), {"layer": type(self).__name__})
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read parameters that a layer of the same architecture saved.
@@ -147,27 +170,53 @@ class Layer:
         device = checked_device(chosen, device)
         if device is None:
             device = self.device if self.device in chosen.devices() else chosen.devices()[0]
-        other = copy.copy(self)
-        other._place, other._moves_inputs = Place(chosen, device), True
+        place = Place(chosen, device)
+        moved = {name: move(x, place, name=name) for name, x in self.parameters().items()}
+        other = self.with_arrays(moved, place=place)
         chosen.register(type(self))
-        other._parameters = {name: move(x, other._place, name=name) for name, x in self._parameters.items()}
         return other
 
-    def _check(self, parameters: Mapping[str, Array]) -> None:
+    def expect_parameters(self, parameters: Mapping[str, Array]) -> None:
+        """Require the names, shapes and dtypes of this layer's parameters.
+
+        Raises
+        ------
+        CheckpointError
+            That lists what is missing, unexpected or does not fit.
+        """
         if not isinstance(parameters, Mapping):
             raise CheckpointError(f"parameters: expected a dict of arrays by name, got {type(parameters).__name__}")
-        missing = [name for name in self._parameters if name not in parameters]
-        unexpected = sorted(str(name) for name in parameters if name not in self._parameters)
+        own = self.parameters()
+        missing = [name for name in own if name not in parameters]
+        unexpected = sorted(str(name) for name in parameters if name not in own)
         misfits = [
-            f"{name}: expected {tuple(mine.shape)} {self.dtype}, got {_outline(parameters[name])}"
-            for name, mine in self._parameters.items()
-            if name in parameters and _outline(parameters[name]) != f"{tuple(mine.shape)} {self.dtype}"
+            f"{name}: expected {tuple(mine.shape)} {self.dtype}, got {_described(parameters[name])}"
+            for name, mine in own.items()
+            if name in parameters and _described(parameters[name]) != f"{tuple(mine.shape)} {self.dtype}"
         ]
         faults = [
-            f"{what} {_listed(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+            f"{what} {listed(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         if faults or misfits:
             raise CheckpointError(f"parameters do not fit {type(self).__name__}: {'; '.join([*faults, *misfits])}")
+
+    def flattened(self) -> tuple[tuple[Array, ...], LayerStructure]:
+        """Return the parameters, and the rest of the layer: what JAX, to which a layer is a pytree, asks of it."""
+        return tuple(self.parameters().values()), LayerStructure(self)
+
+    @classmethod
+    def unflattened(cls, structure: LayerStructure, parameters: Sequence[Any]) -> Self:
+        """Reverse :meth:`flattened`. Parameters may be anything: gradients, placeholders, stacks of several layers'."""
+        layer: Any = structure.layer.with_arrays(dict(zip(structure.names, parameters, strict=True)))
+        return layer  # type: ignore[no-any-return]  # the structure is of this class
+
+    def _assign(self, parameters: Mapping[str, Array]) -> None:
+        self._parameters = {name: parameters[name] for name in self._parameters}
+        for name, child in self._children().items():
+            child._assign({key: parameters[f"{name}.{key}"] for key in child.parameters()})
+
+    def _children(self) -> dict[str, Layer]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, Layer)}
 
     def _expect_here(self, parameters: Mapping[str, Array]) -> None:
         for name, x in parameters.items():
@@ -178,38 +227,49 @@ class Layer:
                     "convert it with polyattn.to_backend, or copy it in with load_parameters"
                 )
 
-    # ---- the stairs -------------------------------------------------------------------------------------------
+    # ---- dispatch: from the caller's arrays to native ones, and back ------------------------------------------------
 
-    def _call(self, inputs: Mapping[str, Array | None], static: dict[str, Any]) -> Array:
-        return self._operation.evaluate(self._embark(inputs), static, self._arguments())
+    def _call(self, inputs: Mapping[str, Array | None], **options: Any) -> Array:
+        """Return the result; the library's own differentiation goes through the native backward, parameters too."""
+        placed, parameters = self._placed(inputs), self.parameters()
 
-    def _record(self, inputs: Mapping[str, Array | None], static: dict[str, Any]) -> tuple[Array, Cache]:
-        return self._operation.remember(self._embark(inputs), static, self._arguments())
+        def forward(backend: Backend, **arrays: Any) -> tuple[Array, Any]:
+            given = {name: arrays.pop(name) for name in parameters}
+            same = all(given[name] is x for name, x in parameters.items())
+            layer = self if same else self.with_arrays(given)
+            return layer.native_forward(backend, **arrays)
 
-    def _pull(
-        self, dy: Array, cache: Cache, names: Sequence[str], *, inputs: bool = True
-    ) -> tuple[list[Array | None], dict[str, Array]]:
-        """Return the gradients of the inputs called ``names``, at home, and of the parameters, where those are."""
-        grads = self._operation.reverse(dy, cache, inputs=inputs)
-        dinputs, dparameters = grads[: len(names)], grads[len(grads) - len(self._slots) :]
-        home = [
-            None if dx is None else move(dx, cache.home, name=f"d{name}")
-            for name, dx in zip(names, dinputs, strict=True)
-        ]
-        slots = zip(self._slots, dparameters, strict=True)
-        return home, {name: dparameter for name, dparameter in slots if dparameter is not None}
+        def backward(backend: Backend, dy: Array, saved: Any) -> dict[str, Any]:
+            dinputs, grads = self.native_backward(backend, dy, saved)
+            return {**dinputs._asdict(), **grads}
 
-    def _arguments(self) -> tuple[Array | None, ...]:
-        return tuple(self._parameters.get(name) for name in self._slots)
+        y = compute(placed.place.backend, forward, backward, {**placed.arrays, **parameters}, options)
+        return placed.to_input_device(y, type(self).__name__)
 
-    def _embark(self, inputs: Mapping[str, Array | None]) -> Trip:
+    def _call_with_cache(self, inputs: Mapping[str, Array | None], **options: Any) -> tuple[Array, Cache]:
+        placed = self._placed(inputs)
+        with placed.place.backend.scope():
+            y, saved = self.native_forward(placed.place.backend, **placed.arrays, **options)
+        return finish(type(self).__name__, placed, y, saved)
+
+    def _call_backward(self, dy: Array, cache: Cache, **options: Any) -> tuple[Any, dict[str, Array]]:
+        """Return the gradients of the inputs, in their library, and of the parameters, where those are."""
+        expect_cache(cache, type(self).__name__)
+        dy, native = upstream(dy, cache.y_shape, cache.y_dtype, cache, "dy"), cache.place.backend
+        with native.scope():
+            dinputs, grads = self.native_backward(native, dy, cache.saved, **options)
+        wait(grads, cache.place, cache.home)
+        return type(dinputs)(**to_home(dinputs._asdict(), cache)), {name: grads[name] for name in self.parameters()}
+
+    def _placed(self, inputs: Mapping[str, Array | None]) -> Placed:
         remedy = "bind it to a backend with layer.to({!r}, device=None)"
-        return embark_for(Bound(self._place, self._moves_inputs), inputs, "layer", remedy)
+        given = {name: x for name, x in inputs.items() if x is not None}
+        return to_bound_device(given, Bound(self._place, self._moves_inputs), "layer", remedy)
 
     def _expect_dtype(self, **inputs: Array | None) -> None:
         expect_dtype(self.dtype, "the layer's", **inputs)
 
-    def _of_width(self, x: Array, features: int) -> dict[str, Array | None]:
+    def _checked_input(self, x: Array, features: int) -> dict[str, Array | None]:
         """Return x (…, features) as a layer's one input, or raise what is wrong with it."""
         self._expect_dtype(x=x)
         expect_rank("x", x, 1)
@@ -218,12 +278,49 @@ class Layer:
         return {"x": x}
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+class LayerStructure:
+    """A layer without its parameters. Two are equal whose layers compute alike from parameters of the same names.
+
+    It keeps no parameter alive: what is compiled for a layer is looked up by it.
+    """
+
+    __slots__ = ("_key", "layer", "names")
+
+    def __init__(self, layer: Layer) -> None:
+        self.names = tuple(layer.parameters())
+        self.layer = layer.with_arrays(dict.fromkeys(self.names))
+        bound = (layer._place, layer._moves_inputs)
+        self._key = (type(layer), self.names, layer.dtype, bound, _hashable(layer.config()))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, LayerStructure) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"<structure of {self._key[0].__name__}>"
+
+
+def named(**of_children: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the arrays of child layers by dotted name, "q_proj.weight" for instance."""
+    return {f"{child}.{name}": x for child, arrays in of_children.items() for name, x in arrays.items()}
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names as a message lists them."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _outline(x: Any) -> str:
+def _described(x: Any) -> str:
     return f"{tuple(x.shape)} {dtype_name(x.dtype)}" if registry.looks_like_array(x) else type(x).__name__
+
+
+def _hashable(x: Any) -> Hashable:
+    """Return a layer's settings, dicts and lists among them, as something that can be looked up."""
+    if isinstance(x, Mapping):
+        return tuple((name, _hashable(value)) for name, value in sorted(x.items()))
+    return tuple(map(_hashable, x)) if isinstance(x, list | tuple) else x
 
 
 def _created(x: np.ndarray[Any, Any], dtype: str, place: Place) -> Array:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import Array, Cache
-from ..functional._layer_norm import _operation as layer_norm
+from ..backend import Array, Backend, Cache
+from ..functional import _layer_norm
 from ..functional._norms import checked_eps
 from ._initial import checked_sizes
 from ._layer import Layer
@@ -47,9 +47,6 @@ class LayerNorm(Layer):
     array([[-1.,  1.]])
     """
 
-    _operation = layer_norm
-    _slots = ("weight", "bias")
-
     def __init__(
         self, features: int, *, eps: float = 1e-5, bias: bool = True, dtype: str = "float32",
         backend: str | None = None, device: str | None = None,
@@ -67,13 +64,23 @@ class LayerNorm(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x (…, features) normalised, and keep nothing."""
-        return self._call(self._of_width(x, self.features), {"eps": self.eps})
+        return self._call(self._checked_input(x, self.features))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._record(self._of_width(x, self.features), {"eps": self.eps})
+        return self._call_with_cache(self._checked_input(x, self.features))
 
     def backward(self, dy: Array, cache: Cache) -> tuple[LayerNormInputs, dict[str, Array]]:
         """Return dx, and {weight, bias} summed over every leading axis."""
-        inputs, grads = self._pull(dy, cache, ("x",))
-        return LayerNormInputs(*inputs), grads
+        return self._call_backward(dy, cache)
+
+    def native_forward(self, backend: Backend, x: Array) -> tuple[Array, _layer_norm.Saved]:
+        """Return x normalised."""
+        return _layer_norm.forward(backend, x, self._parameters["weight"], self._parameters.get("bias"), eps=self.eps)
+
+    def native_backward(
+        self, backend: Backend, dy: Array, saved: _layer_norm.Saved
+    ) -> tuple[LayerNormInputs, dict[str, Array]]:
+        """Reverse the forward."""
+        dx, dweight, dbias = _layer_norm.backward(backend, dy, saved)
+        return LayerNormInputs(dx), {"weight": dweight} if dbias is None else {"weight": dweight, "bias": dbias}

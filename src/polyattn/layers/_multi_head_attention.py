@@ -1,28 +1,60 @@
-"""Multi-head attention: a layer of four projections around attention."""
+"""Multi-head attention: four projections around attention."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..backend import Array, Cache, Place
+from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError, ShapeError
-from ..functional import _attention_weights, _linear
-from ..functional._arguments import ARRAYS, checked, expect_broadcastable, expect_keywords
+from ..functional import _attention, _attention_weights, _linear
+from ..functional._arguments import checked_window
+from ..functional._checks import is_number
 from ..functional._norms import checked_eps
-from ..functional._operation import Operation, expect_rank, is_number
-from . import _decode, _heads, _multi_head, _norm
-from ._decode import KeyValues
-from ._heads import Outline, Plan, checked_positions, checked_rotary, expect_matching, sources
-from ._initial import checked_sizes, generator, initial_weight
-from ._layer import Layer
-from ._multi_head import start_of, with_sinks
+from ..kv_cache import KVCache, PagedKVCache, SlidingKVCache
+from . import _heads
+from ._heads import join_heads, split_heads
+from ._initial import checked_sizes, generator
+from ._layer import Layer, named
+from ._layer_norm import LayerNorm
+from ._multi_head_arguments import (
+    Inputs,
+    checked_arguments,
+    checked_decoding,
+    checked_inputs,
+    checked_norm,
+    checked_rotary,
+)
+from ._projection import Projection
+from ._rms_norm import RMSNorm
 from ._scaled_dot_product_attention import AttentionInputs
 
 __all__ = ["MultiHeadAttention"]
+
+KeyValues = TypeVar("KeyValues", KVCache, PagedKVCache, SlidingKVCache)
+
+
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    q_proj: _linear.Saved
+    k_proj: _linear.Saved
+    v_proj: _linear.Saved
+    q_heads: _heads.Saved
+    k_heads: _heads.Saved
+    attention: _attention.Saved
+    out_proj: _linear.Saved
+    value_is_query: bool
+    key_is_query: bool
+    value_is_key: bool
+
+    @property
+    def kernel_name(self) -> str:
+        """The attention kernel that computed it."""
+        return self.attention.kernel_name
 
 
 class MultiHeadAttention(Layer):
@@ -90,9 +122,6 @@ class MultiHeadAttention(Layer):
     ((2, 5, 16), (2, 5, 16), (16, 16))
     """
 
-    _operation = Operation("MultiHeadAttention", _multi_head.forward, _multi_head.backward, _multi_head.prepare)
-    _slots = _multi_head.PARAMETERS
-
     def __init__(
         self, d_model: int = 512, num_heads: int = 8, num_kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, *, d_key: int | None = None, d_value: int | None = None, bias: bool = True,
@@ -121,11 +150,18 @@ class MultiHeadAttention(Layer):
         if scale not in (None, "model") and not (is_number(scale) and math.isfinite(float(scale))):
             raise ArgumentError(f"scale: expected a number, 'model' or None, got {scale!r}")
         self.bias, self.scale, self.sinks = bool(bias), scale, bool(sinks)
-        self.rotary, self._rotation = checked_rotary(rotary, self.head_dim)
-        self.qk_norm = None if qk_norm is None else _norm.checked_norm("qk_norm", qk_norm)
+        self.rotary, self.rotation = checked_rotary(rotary, self.head_dim)
+        self.qk_norm = None if qk_norm is None else checked_norm("qk_norm", qk_norm)
         self.qk_norm_eps = checked_eps(qk_norm_eps)
-        self.window = None if window is None else checked(*(Outline((1, 1), "float32"),) * 3, window=window)[1].window
-        super().__init__(self._initial(init, seed), dtype, backend, device)
+        self.window = None if window is None else checked_window(window)
+        shared: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
+        projection: dict[str, Any] = {"bias": bias, "init": init, "seed": generator(seed), **shared}
+        self.q_proj = Projection(d_model, num_heads * self.head_dim, **projection)
+        self.k_proj = Projection(self.d_key, self.num_kv_heads * self.head_dim, **projection)
+        self.v_proj = Projection(self.d_value, self.num_kv_heads * self.value_dim, **projection)
+        self.out_proj = Projection(num_heads * self.value_dim, d_model, **projection)
+        self.q_norm, self.k_norm = (self._head_norm(**shared) for _ in "qk")
+        super().__init__({"sinks": np.zeros(num_heads)} if sinks else {}, **shared)
 
     def config(self) -> dict[str, Any]:
         """Return the arguments that make a layer of the same architecture."""
@@ -154,13 +190,15 @@ class MultiHeadAttention(Layer):
         -------
         array (…, n_q, d_model)
         """
-        return self._call(*self._sorted(query, key, value, arguments))
+        arrays, options = checked_arguments(self, arguments, query, key, value)
+        return self._call(arrays, **options)
 
     def forward(
         self, query: Array, key: Array | None = None, value: Array | None = None, **arguments: Any
     ) -> tuple[Array, Cache]:
         """Return ``(y, cache)``; arguments as when the layer is called."""
-        return self._record(*self._sorted(query, key, value, arguments))
+        arrays, options = checked_arguments(self, arguments, query, key, value)
+        return self._call_with_cache(arrays, **options)
 
     def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[AttentionInputs, dict[str, Array]]:
         """Return the gradients of the inputs and, by name, of the parameters.
@@ -169,8 +207,7 @@ class MultiHeadAttention(Layer):
         first name; the other names are None. Parameter gradients are summed over batch and sequence.
         ``inputs=False``, for the first layer of a model, leaves out those of query, key and value: they are None.
         """
-        dinputs, grads = self._pull(dy, cache, AttentionInputs._fields, inputs=inputs)
-        return AttentionInputs(*dinputs), {name: grads[name] for name in self._parameters}
+        return self._call_backward(dy, cache, inputs=inputs)
 
     def decode(self, query: Array, cache: KeyValues, **arguments: Any) -> tuple[Array, KeyValues]:
         """Return the result for the next positions of a text, and the cache with their keys and values.
@@ -190,111 +227,108 @@ class MultiHeadAttention(Layer):
         array (B, n, d_model), and the cache
             Token by token what the layer's call with ``causal=True`` gives of the whole. No gradient is recorded.
         """
-        arguments = self._decoding(cache, self._place, arguments)
-        self._expect_inputs(query, None, None)
-        trip, native = self._embark({"query": query}), self._place.backend
+        arguments = checked_decoding(self, cache, self._place, arguments)
+        checked_inputs(self, query)
+        placed, native = self._placed({"query": query}), self._place.backend
         with native.scope():
-            y, following = _decode.attend(native, trip.arrays[0], self._parameters, cache, self._plan(), arguments)
-        return trip.back(y, "MultiHeadAttention"), following
+            y, following = self.native_decode(native, placed.arrays["query"], cache, arguments)
+        return placed.to_input_device(y, "MultiHeadAttention"), following
 
     def attention_weights(self, query: Array, key: Array | None = None, **arguments: Any) -> Array:
         """Return the weights (…, H, n_q, n_k) that each head gives, before dropout; for looking at."""
-        inputs, static = self._sorted(query, key, None, arguments)
-        trip = self._embark(inputs)
-        native, parameters = self._place.backend, self._parameters
-        settings = static["settings"]._replace(device=self._place.device)
-        (query, key, _), (*extras, q_at, k_at) = trip.arrays[:3], trip.arrays[3:]
-        of_key, _ = sources(query, key, None, False)
-        plan, start = static["plan"], start_of(settings, tuple(extras))
+        arrays, options = checked_arguments(self, arguments, query, key)
+        placed, native = self._placed(arrays), self._place.backend
         with native.scope():
-            heads = []
-            for name, x, count, at, first in (
-                ("q", query, self.num_heads, q_at, start), ("k", of_key, self.num_kv_heads, k_at, 0)
-            ):  # fmt: skip
-                weight, bias = parameters[f"{name}_proj.weight"], parameters.get(f"{name}_proj.bias")
-                projected, _ = _linear.forward(native, x, weight, bias)
-                gain = parameters.get(f"{name}_norm.weight")
-                heads.append(_heads.forward(native, projected, count, gain, at, first, plan)[0])
-            others = with_sinks(tuple(extras), parameters.get("sinks"))
-            weights, _ = _attention_weights.forward(native, *heads, None, *others, settings=settings)
-        return trip.back(weights, "attention_weights")
+            weights = self._native_weights(native, **placed.arrays, **options)
+        return placed.to_input_device(weights, "attention_weights")
 
-    def _initial(self, init: str, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-        rng, width = generator(seed), self.d_model
-        sizes = {
-            "q_proj": (width, self.num_heads * self.head_dim),
-            "k_proj": (self.d_key, self.num_kv_heads * self.head_dim),
-            "v_proj": (self.d_value, self.num_kv_heads * self.value_dim),
-            "out_proj": (self.num_heads * self.value_dim, width),
-        }
-        parameters = {}
-        for name, (fan_in, fan_out) in sizes.items():
-            parameters[f"{name}.weight"] = initial_weight(rng, init, fan_in, fan_out)
-            if self.bias:
-                parameters[f"{name}.bias"] = np.zeros(fan_out)
-        if self.qk_norm is not None:
-            parameters |= {name: np.ones(self.head_dim) for name in ("q_norm.weight", "k_norm.weight")}
-        if self.sinks:
-            parameters["sinks"] = np.zeros(self.num_heads)
-        return parameters
+    # ---- the formula ---------------------------------------------------------------------------------------------
 
-    def _sorted(
-        self, query: Array, key: Array | None, value: Array | None, arguments: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Check the call, and return its arrays in the operation's order and its static settings."""
-        positions = arguments.pop("positions", None)
-        expect_keywords(type(self).__name__, arguments, "scale", *(("sinks",) if self.sinks else ()))
-        key, value, value_is_query = self._expect_inputs(query, key, value)
-        of_key, of_value = sources(query, key, value, value_is_query)
-        q_positions, k_positions = checked_positions(positions, query, key, self._rotation is not None)
-        arrays, settings = checked(
-            self._outline(query, self.num_heads, self.head_dim),
-            self._outline(of_key, self.num_kv_heads, self.head_dim),
-            self._outline(of_value, self.num_kv_heads, self.value_dim),
-            scale=self._scale(),
-            **{"window": self.window, **arguments},
+    def native_forward(
+        self, backend: Backend, query: Array, key: Array | None = None, value: Array | None = None, *,
+        value_is_query: bool = False, positions: Array | None = None, key_positions: Array | None = None,
+        **attention: Any,
+    ) -> tuple[Array, Saved]:  # fmt: skip
+        """Project, split into heads, attend, join the heads, project."""
+        of_key, of_value = Inputs(query, key, value, value_is_query).sources
+        q, q_proj = self.q_proj.native_forward(backend, query)  # (…, n_q, H·d_k)
+        k, k_proj = self.k_proj.native_forward(backend, of_key)  # (…, n_k, H_kv·d_k)
+        v, v_proj = self.v_proj.native_forward(backend, of_value)  # (…, n_k, H_kv·d_v)
+        q, q_heads = self._q_heads(backend, q, positions, attention["q_offset"])  # (…, H, n_q, d_k)
+        k, k_heads = self._k_heads(backend, k, key_positions, 0)  # (…, H_kv, n_k, d_k)
+        v = split_heads(backend.namespace(), v, self.num_kv_heads)  # (…, H_kv, n_k, d_v)
+        out, of_attention = _attention.forward(backend, q, k, v, **self._parameters, **attention)  # (…, H, n_q, d_v)
+        y, out_proj = self.out_proj.native_forward(backend, join_heads(backend.namespace(), out))  # (…, n_q, d_model)
+        out_proj = out_proj._replace(x=None)  # which is out, with its heads joined
+        shared = value_is_query, key is None, value is None
+        return y, Saved(q_proj, k_proj, v_proj, q_heads, k_heads, of_attention, out_proj, *shared)
+
+    def native_backward(
+        self, backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True
+    ) -> tuple[AttentionInputs, dict[str, Array]]:
+        """Reverse each line; without ``inputs`` the gradients of query, key and value are None."""
+        xp, out = backend.namespace(), saved.attention.out
+        out_proj = saved.out_proj._replace(x=join_heads(xp, out))
+        (djoined,), dout_proj = self.out_proj.native_backward(backend, dy, out_proj)
+        dout = split_heads(xp, djoined, self.num_heads)  # (…, H, n_q, d_v)
+        dq, dk, dv, dbias, dsinks = _attention.backward(backend, dout, saved.attention)
+        dv = join_heads(xp, dv)  # (…, n_k, H_kv·d_v)
+        dk, dk_norm = _heads.backward(backend, dk, saved.k_heads, self.k_norm)  # (…, n_k, H_kv·d_k)
+        dq, dq_norm = _heads.backward(backend, dq, saved.q_heads, self.q_norm)  # (…, n_q, H·d_k)
+        (dvalue,), dv_proj = self.v_proj.native_backward(backend, dv, saved.v_proj, inputs=inputs)
+        (dkey,), dk_proj = self.k_proj.native_backward(backend, dk, saved.k_proj, inputs=inputs)
+        (dquery,), dq_proj = self.q_proj.native_backward(backend, dq, saved.q_proj, inputs=inputs)
+        if inputs:  # an input that served for several has the sum over its paths
+            if saved.value_is_query:
+                dquery, dvalue = dquery + dvalue, None
+            elif saved.value_is_key:
+                dkey, dvalue = dkey + dvalue, None
+            if saved.key_is_query:
+                dquery, dkey = dquery + dkey, None
+        grads = named(
+            q_proj=dq_proj, k_proj=dk_proj, v_proj=dv_proj, out_proj=dout_proj, q_norm=dq_norm, k_norm=dk_norm
         )
-        if self._rotation is not None and positions is None and arrays["q_offset"] is not None:
-            expect_broadcastable("q_offset", arrays["q_offset"], tuple(query.shape[:-2]), "query's leading axes")
-        extras = {name: arrays[name] for name in ARRAYS[3:]}
-        places = {"positions": q_positions, "positions of the key": k_positions}
-        inputs = {"query": query, "key": key, "value": value, **extras, **places}
-        return inputs, {"settings": settings, "plan": self._plan(value_is_query)}
+        if self.sinks:
+            grads["sinks"], dsinks = dsinks, None
+        return AttentionInputs(dquery, dkey, dvalue, dbias, dsinks), grads
 
-    def _plan(self, value_is_query: bool = False) -> Plan:
-        return Plan(
-            self.num_heads, self.num_kv_heads, value_is_query, self.qk_norm, self.qk_norm_eps, self._rotation,
-            self.sinks,
-        )  # fmt: skip
+    def native_decode(
+        self, backend: Backend, x: Array, cache: KeyValues, arguments: dict[str, Any]
+    ) -> tuple[Array, KeyValues]:
+        """Return the result for the next positions, and the cache with their keys and values: the layer's formula."""
+        xp, position = backend.namespace(), cache.position
+        q, k, v = (proj.native_forward(backend, x)[0] for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, _ = self._q_heads(backend, q, None, position)  # (B, H, n, d_k)
+        k, _ = self._k_heads(backend, k, None, position)  # (B, H_kv, n, d_k)
+        following = cache.append(k, split_heads(xp, v, self.num_kv_heads))
+        out = following.attention(q, **self._parameters, **arguments)  # (B, H, n, d_v)
+        return self.out_proj.native_forward(backend, join_heads(xp, out))[0], following  # (B, n, d_model)
 
-    def _scale(self) -> float | None:
+    def _native_weights(
+        self, backend: Backend, query: Array, key: Array | None = None, *, positions: Array | None = None,
+        key_positions: Array | None = None, value_is_query: bool = False, **attention: Any,
+    ) -> Array:  # fmt: skip
+        q, _ = self.q_proj.native_forward(backend, query)
+        k, _ = self.k_proj.native_forward(backend, query if key is None else key)
+        q, _ = self._q_heads(backend, q, positions, attention["q_offset"])  # (…, H, n_q, d_k)
+        k, _ = self._k_heads(backend, k, key_positions, 0)  # (…, H_kv, n_k, d_k)
+        return _attention_weights.forward(backend, q, k, **self._parameters, **attention)[0]
+
+    def _q_heads(
+        self, backend: Backend, q: Array, positions: Array | None, offset: int | Array
+    ) -> tuple[Array, _heads.Saved]:
+        return _heads.forward(backend, q, self.num_heads, self.q_norm, self.rotation, positions, offset)
+
+    def _k_heads(
+        self, backend: Backend, k: Array, positions: Array | None, offset: int | Array
+    ) -> tuple[Array, _heads.Saved]:
+        return _heads.forward(backend, k, self.num_kv_heads, self.k_norm, self.rotation, positions, offset)
+
+    def _head_norm(self, **shared: Any) -> LayerNorm | RMSNorm | None:
+        if self.qk_norm == "layer":
+            return LayerNorm(self.head_dim, eps=self.qk_norm_eps, bias=False, **shared)
+        return RMSNorm(self.head_dim, eps=self.qk_norm_eps, **shared) if self.qk_norm == "rms" else None
+
+    def score_scale(self) -> float | None:
+        """Return what scores are multiplied by; None is attention's own default."""
         return 1 / math.sqrt(self.d_model) if isinstance(self.scale, str) else self.scale
-
-    def _decoding(self, cache: Any, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Check what the layer is to decode with, and return the arguments of the cache's attention."""
-        own = _decode.checked_arguments(type(self).__name__, cache, place, arguments, self.window, self.sinks)
-        return {**own, "scale": self._scale()}
-
-    def _expect_inputs(
-        self, query: Array, key: Array | None, value: Array | None
-    ) -> tuple[Array | None, Array | None, bool]:
-        """Check the inputs; return key and value, None for one given before, and whether the value is the query."""
-        expect_rank("query", query, 2)
-        key = None if key is query else key
-        of_key, of_value = sources(query, key, value, False)
-        value_is_query = of_value is query
-        value = None if value_is_query or of_value is of_key else value
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x is not None:
-                self._expect_dtype(**{name: x})
-                expect_rank(name, x, 2)
-        widths = {"query": (query, self.d_model), "key": (of_key, self.d_key), "value": (of_value, self.d_value)}
-        for name, (x, width) in widths.items():
-            if x.shape[-1] != width:
-                raise ShapeError(f"{name}: expected (…, n, {width}), got {tuple(x.shape)}")
-        expect_matching(query, of_key, of_value)
-        return key, value, value_is_query
-
-    @staticmethod
-    def _outline(x: Array, heads: int, dim: int) -> Outline:
-        return Outline((*x.shape[:-2], heads, x.shape[-2], dim), x.dtype)

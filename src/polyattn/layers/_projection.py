@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import Array, Cache
-from ..functional._linear import _operation as linear
+from ..backend import Array, Backend, Cache
+from ..functional import _linear
 from ._initial import checked_sizes, generator, initial_weight
 from ._layer import Layer
 
@@ -51,9 +51,6 @@ class Projection(Layer):
     ((3, 4), (4, 2), array([3., 3.]))
     """
 
-    _operation = linear
-    _slots = ("weight", "bias")
-
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, init: str = "xavier_uniform", seed: int = 0,
         dtype: str = "float32", backend: str | None = None, device: str | None = None,
@@ -71,16 +68,26 @@ class Projection(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x W + b for x (…, in_features), and keep nothing."""
-        return self._call(self._of_width(x, self.in_features), {})
+        return self._call(self._checked_input(x, self.in_features))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(x W + b, cache)``."""
-        return self._record(self._of_width(x, self.in_features), {})
+        return self._call_with_cache(self._checked_input(x, self.in_features))
 
     def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[ProjectionInputs, dict[str, Array]]:
         """Return dx = dy Wᵀ, and {weight: xᵀ dy, bias: Σ dy} summed over every leading axis.
 
         ``inputs=False``, for the first layer of a model, leaves out dx: it is None.
         """
-        dinputs, grads = self._pull(dy, cache, ("x",), inputs=inputs)
-        return ProjectionInputs(*dinputs), grads
+        return self._call_backward(dy, cache, inputs=inputs)
+
+    def native_forward(self, backend: Backend, x: Array) -> tuple[Array, _linear.Saved]:
+        """Return x W + b."""
+        return _linear.forward(backend, x, self._parameters["weight"], self._parameters.get("bias"))
+
+    def native_backward(
+        self, backend: Backend, dy: Array, saved: _linear.Saved, *, inputs: bool = True
+    ) -> tuple[ProjectionInputs, dict[str, Array]]:
+        """Reverse the forward; without ``inputs`` the gradient of x is None."""
+        dx, dweight, dbias = _linear.backward(backend, dy, saved, inputs=inputs)
+        return ProjectionInputs(dx), {"weight": dweight} if dbias is None else {"weight": dweight, "bias": dbias}

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import Array, Cache
+from ..backend import Array, Backend, Cache
+from ..functional import _rms_norm
 from ..functional._norms import checked_eps
-from ..functional._rms_norm import _operation as rms_norm
 from ._initial import checked_sizes
 from ._layer import Layer
 
@@ -45,9 +45,6 @@ class RMSNorm(Layer):
     array([[0.2, 1.4]])
     """
 
-    _operation = rms_norm
-    _slots = ("weight",)
-
     def __init__(
         self, features: int, *, eps: float = 1e-5, dtype: str = "float32", backend: str | None = None,
         device: str | None = None,
@@ -62,13 +59,23 @@ class RMSNorm(Layer):
 
     def __call__(self, x: Array) -> Array:
         """Return x (…, features) normalised, and keep nothing."""
-        return self._call(self._of_width(x, self.features), {"eps": self.eps})
+        return self._call(self._checked_input(x, self.features))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._record(self._of_width(x, self.features), {"eps": self.eps})
+        return self._call_with_cache(self._checked_input(x, self.features))
 
     def backward(self, dy: Array, cache: Cache) -> tuple[RMSNormInputs, dict[str, Array]]:
         """Return dx, and {weight} summed over every leading axis."""
-        inputs, grads = self._pull(dy, cache, ("x",))
-        return RMSNormInputs(*inputs), grads
+        return self._call_backward(dy, cache)
+
+    def native_forward(self, backend: Backend, x: Array) -> tuple[Array, _rms_norm.Saved]:
+        """Return x normalised."""
+        return _rms_norm.forward(backend, x, self._parameters["weight"], eps=self.eps)
+
+    def native_backward(
+        self, backend: Backend, dy: Array, saved: _rms_norm.Saved
+    ) -> tuple[RMSNormInputs, dict[str, Array]]:
+        """Reverse the forward."""
+        dx, dweight = _rms_norm.backward(backend, dy, saved)
+        return RMSNormInputs(dx), {"weight": dweight}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ..backend import Array, Cache
+from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError
-from ..functional._arguments import checked, expect_keywords
-from ..functional._attention import _operation as attention
-from ..functional._operation import is_number
+from ..functional import AttentionGrads, _attention
+from ..functional._arguments import Arguments, checked_call, expect_keywords
+from ..functional._checks import is_number
 from ._layer import Layer
 
 __all__ = ["AttentionInputs", "ScaledDotProductAttention"]
@@ -51,8 +51,6 @@ class ScaledDotProductAttention(Layer):
            [0.333, 0.333, 0.333]])
     """
 
-    _operation = attention
-
     def __init__(
         self, *, scale: float | None = None, dtype: str = "float32", backend: str | None = None,
         device: str | None = None,
@@ -68,22 +66,35 @@ class ScaledDotProductAttention(Layer):
 
     def __call__(self, q: Array, k: Array, v: Array, **arguments: Any) -> Array:
         """Return attention over q, k and v; keyword arguments as in :func:`polyattn.attention`."""
-        return self._call(*self._sorted(q, k, v, arguments))
+        arrays, options = self._checked(q, k, v, arguments)
+        return self._call(arrays, **options)
 
     def forward(self, q: Array, k: Array, v: Array, **arguments: Any) -> tuple[Array, Cache]:
         """Return ``(out, cache)``."""
-        return self._record(*self._sorted(q, k, v, arguments))
+        arrays, options = self._checked(q, k, v, arguments)
+        return self._call_with_cache(arrays, **options)
 
     def backward(self, dy: Array, cache: Cache) -> tuple[AttentionInputs, dict[str, Array]]:
         """Return the gradients of query, key, value, bias and sinks, and an empty dict of parameters.
 
         Each is of its own argument, also where one array was given for several.
         """
-        inputs, _ = self._pull(dy, cache, AttentionInputs._fields)
-        return AttentionInputs(*inputs), {}
+        grads, parameters = self._call_backward(dy, cache)
+        return AttentionInputs(*grads), parameters
 
-    def _sorted(self, q: Array, k: Array, v: Array, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def native_forward(
+        self, backend: Backend, q: Array, k: Array, v: Array, **arguments: Any
+    ) -> tuple[Array, _attention.Saved]:
+        """Return attention over q, k and v."""
+        return _attention.forward(backend, q, k, v, **arguments)
+
+    def native_backward(
+        self, backend: Backend, dy: Array, saved: _attention.Saved
+    ) -> tuple[AttentionGrads, dict[str, Array]]:
+        """Reverse the forward."""
+        return _attention.backward(backend, dy, saved), {}
+
+    def _checked(self, q: Array, k: Array, v: Array, arguments: dict[str, Any]) -> Arguments:
         expect_keywords(type(self).__name__, arguments)
         self._expect_dtype(q=q, k=k, v=v)
-        arrays, settings = checked(q, k, v, **{"scale": self.scale, **arguments})
-        return arrays, {"settings": settings}
+        return checked_call(q, k, v, **{"scale": self.scale, **arguments})

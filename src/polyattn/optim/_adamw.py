@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ArgumentError
-from ..kernels import Array
+from ..kernels import Array, dtype_name
 from ._base import Optimizer, Rate, check_number, set_number, set_rate
 
 LEAST = 1e-30  # an epsilon below it may be zero in float32, and the denominator with it
+ORDINARY = {"float32": (2.0**-45, 2.0**62), "float64": (2.0**-493, 2.0**510)}
+"""Between which magnitudes the square of a gradient neither overflows nor loses digits, by the dtype of the moments."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class AdamW(Optimizer):
     The state is ``{"step": 0-d int32, "mean.NAME": m, "square.NAME": v}``. float16 and bfloat16 parameters have
     float32 moments and arithmetic (1e-8 is zero in float16); only the new parameter is rounded to its dtype.
 
+    Where v, a square, is outside the range of its dtype or close to its ends, ``"square.NAME"`` holds :math:`-\sqrt v`
+    instead, a negative number. So every finite gradient has the update of the formula.
+
     References
     ----------
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, with the schedule multiplier taken into lr.
@@ -88,18 +93,19 @@ class AdamW(Optimizer):
     def _scalars(self, rate: Array, t: Array, xp: Any) -> tuple[Array, ...]:
         """Return what the rate, the corrections and the two epsilons are to each element, taken together.
 
-        lr · m̂ / (√(v̂ + eps_root) + eps) is factor · m / (√(v + inside) + outside).
+        lr · m̂ / (√(v̂ + eps_root) + eps) is factor · m / (√(v + inside²) + outside).
         """
         # 1 - βᵗ without the cancellation: in float32, 1 - 0.999 has four digits
         of_mean, of_square = (-xp.expm1(t * (math.log(beta) if beta else -math.inf)) for beta in self.betas)
         root = xp.sqrt(of_square)
-        return rate * root / of_mean, of_square * self.eps_root, root * self.eps, rate * self.weight_decay
+        inside = of_square * self.eps_root, root * math.sqrt(self.eps_root)
+        return rate * root / of_mean, *inside, root * self.eps, rate * self.weight_decay
 
     def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
-        mean, square, factor, inside, outside, decay = rest
+        mean, square, factor, inside, root_inside, outside, decay = rest
         mean = mean * self.betas[0] + grad * (1.0 - self.betas[0])
-        square = square * self.betas[1] + grad * grad * (1.0 - self.betas[1])
-        numerator, denominator = mean, xp.sqrt(square + inside if self.eps_root else square) + outside
+        root, square = self._second_moment(grad, square, inside, root_inside, xp)
+        numerator, denominator = mean, root + outside
         if self.eps < LEAST:
             vanished = xp.equal(denominator, xp.zeros_like(denominator))
             numerator = xp.where(vanished, xp.zeros_like(numerator), numerator)
@@ -108,3 +114,29 @@ class AdamW(Optimizer):
         if self.weight_decay:
             step = step + theta * decay
         return theta - step, mean, square
+
+    def _second_moment(
+        self, grad: Array, square: Array, inside: Array, root_inside: Array, xp: Any
+    ) -> tuple[Array, Array]:
+        """Return √(v + inside) and the slot of v, whose squares are taken in units of the largest of their roots.
+
+        The unit is 1 unless a square might overflow or lose digits. Where it is not, the slot holds -√v.
+        """
+        low, high = ORDINARY[dtype_name(square.dtype)]
+        zero, one = xp.zeros_like(square), xp.ones_like(square)
+        as_root, magnitude = xp.less(square, zero), xp.abs(square)
+        old = xp.where(as_root, magnitude, xp.sqrt(magnitude))  # √v before this update
+        peak = xp.maximum(old, xp.abs(grad))
+        if self.eps_root:
+            peak = xp.maximum(peak, one * root_inside)
+        ordinary = xp.logical_and(xp.greater_equal(peak, one * low), xp.less_equal(peak, one * high))
+        ordinary = xp.logical_or(ordinary, xp.equal(peak, zero))
+        unit = xp.where(ordinary, one, peak)
+        as_square = xp.logical_and(ordinary, xp.logical_not(as_root))
+        old, grad = old / unit, grad / unit
+        v = xp.where(as_square, square, old * old) * self.betas[1] + grad * grad * (1.0 - self.betas[1])
+        square = xp.where(ordinary, v, -unit * xp.sqrt(v))
+        if self.eps_root:
+            root_inside = root_inside / unit
+            v = v + xp.where(ordinary, one * inside, root_inside * root_inside)
+        return unit * xp.sqrt(v), square

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import array_api_compat
 import numpy as np
 
 from .. import registry
+from ..backend import Array, Backend, dtype_name
+from ..conversion import place_of
 from ..errors import ArgumentError, BackendMismatchError, CheckpointError, DTypeError, ShapeError
-from ..kernels import FLOAT_DTYPES, Array, dtype_name, wide
+from ..functional._checks import expect_arrays, expect_dtype, expect_floating, expect_shape, is_number
+from ..kernels import wide
 
 Rate = float | Callable[[Any], Any]
 """A learning rate: a number, or a function of the number of updates already done."""
@@ -41,12 +43,13 @@ class Optimizer:
         CheckpointError
             If ``params`` is no dict, or there are no parameters.
         """
-        xp, home = common_namespace(params=params)
-        check_floating("params", params)
-        state = {"step": xp.asarray(0, dtype=xp.int32, device=home)}
+        backend, device = common_place(params=params)
+        expect_floating(**labelled(params=params))
+        xp = backend.namespace()
+        state = {"step": xp.zeros((), dtype=xp.int32, device=device)}
         for name, param in params.items():
             for slot in self._slots():
-                state[f"{slot}.{name}"] = xp.zeros_like(param, dtype=wide(xp, param.dtype), device=device(param))
+                state[f"{slot}.{name}"] = xp.zeros_like(param, dtype=wide(xp, param.dtype))
         return state
 
     def update(self, grads: Arrays, state: Arrays, params: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -70,12 +73,12 @@ class Optimizer:
         BackendMismatchError
             If the arrays are of several libraries or devices.
         """
-        xp, home = self._check(grads, state, params)
+        xp = self._check(grads, state, params)
         widest = widest_dtype(xp, params)
-        new_params, new_state = {}, {"step": as_array(state["step"] + 1, xp)}
+        new_params, new_state = {}, {"step": as_array(_next(state["step"], xp), xp)}
         with np.errstate(all="ignore"):  # as in the operations: what is not finite stays so, without a warning
             done = as_array(xp.astype(state["step"], widest), xp)
-            rate = rate_array(self.lr(done) if callable(self.lr) else self.lr, xp, widest, home)
+            rate = rate_array(self.lr(done) if callable(self.lr) else self.lr, done, xp)
             scalars = self._scalars(rate, done + 1.0, xp)
             for name, param in params.items():
                 dtype = wide(xp, param.dtype)
@@ -99,20 +102,25 @@ class Optimizer:
         """Return new arrays ``(theta, *slots)`` from ``theta, grad, *slots, *scalars``, all of one dtype."""
         raise NotImplementedError
 
-    def _check(self, grads: Arrays, state: Arrays, params: Arrays) -> tuple[Any, Any]:
-        """Check that the three dicts fit together; return their namespace and device."""
+    def _check(self, grads: Arrays, state: Arrays, params: Arrays) -> Any:
+        """Check that the three dicts fit together; return their namespace."""
         _expect_dicts(grads=grads, state=state, params=params)
-        _check_names("grads", grads, params)
-        _check_names("state", state, ["step", *(f"{slot}.{name}" for slot in self._slots() for name in params)])
-        xp, home = common_namespace(params=params, grads=grads, state=state)
-        check_floating("params", params)
-        check_floating("grads", grads)
-        _check_array("state", state, "step", (), xp.int32)
+        _expect_names("grads", grads, params)
+        _expect_names("state", state, ["step", *(f"{slot}.{name}" for slot in self._slots() for name in params)])
+        backend, _ = common_place(params=params, grads=grads, state=state)
+        expect_floating(**labelled(params=params, grads=grads))
+        expect_shape("state['step']", state["step"], ())
+        if dtype_name(state["step"].dtype) != "int32":
+            raise DTypeError(f"state['step']: expected int32, got {dtype_name(state['step'].dtype)}")
+        xp = backend.namespace()
         for name, param in params.items():
-            _check_array("grads", grads, name, param.shape)
+            expect_shape(f"grads[{name!r}]", grads[name], param.shape)
+            dtype = dtype_name(wide(xp, param.dtype))
             for slot in self._slots():
-                _check_array("state", state, f"{slot}.{name}", param.shape, wide(xp, param.dtype))
-        return xp, home
+                label, x = f"state['{slot}.{name}']", state[f"{slot}.{name}"]
+                expect_shape(label, x, param.shape)
+                expect_dtype(dtype, "the arithmetic's", **{label: x})
+        return xp
 
 
 def set_number(instance: object, argument: str, below: float = math.inf) -> None:
@@ -129,9 +137,9 @@ def set_rate(instance: object, argument: str) -> None:
         set_number(instance, argument)
 
 
-def check_number(argument: str, value: object, below: float = math.inf) -> float:
+def check_number(argument: str, value: Any, below: float = math.inf) -> float:
     """Return ``value`` as a float if it is a number in [0, below); NaN is not."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < below:
+    if is_number(value) and 0 <= value < below:
         return float(value)
     upper = f" and below {below:g}" if below < math.inf else ""
     raise ArgumentError(f"{argument}: expected a finite number of at least 0{upper}, got {value!r}")
@@ -147,57 +155,46 @@ def _in(dtype: Any, x: Array, xp: Any) -> Array:
     return x if x.dtype == dtype else xp.astype(x, dtype)
 
 
+def _next(step: Array, xp: Any) -> Array:
+    """Return the number of updates after one more; it stays at the largest int32."""
+    return xp.where(xp.less(step, xp.full_like(step, 2**31 - 1)), step + 1, step)
+
+
 def as_array(x: Any, xp: Any) -> Array:
     """Return ``x`` as an array: NumPy's arithmetic makes scalars of 0-d arrays."""
-    return xp.asarray(x, dtype=x.dtype, device=device(x)) if x.ndim == 0 else x
+    return xp.asarray(x) if x.ndim == 0 else x
 
 
-def namespace(x: Array) -> Any:
-    """Return the functions of the standard for an array's library: its plugin's, which may have had to add to them."""
-    return registry.owner(x).namespace()
-
-
-def device(x: Array) -> Any:
-    """Return an array's device as ``device=`` takes it; a plugin knows it where the array does not say."""
-    try:
-        return array_api_compat.device(x)
-    except AttributeError:
-        owner = registry.owner(x)
-        return owner.native_device(owner.device_of(x))
-
-
-def rate_array(value: Any, xp: Any, dtype: Any, home: Any) -> Array:
-    """Return a rate that is a number or a 0-d array, as a 0-d array of ``dtype``."""
+def rate_array(value: Any, like: Array, xp: Any) -> Array:
+    """Return a rate that is a number or a 0-d array, as an array like the 0-d array ``like``."""
     if isinstance(value, numbers.Real):
-        return xp.asarray(check_number("lr", value), dtype=dtype, device=home)
+        return xp.full_like(like, check_number("lr", value))
     expected = "a function that returns a number or a 0-d array of the parameters' library"
-    if not _is_array(value) or namespace(value) is not xp:
-        raise BackendMismatchError(f"lr: expected {expected}, got {_library(value)}")
+    if not registry.looks_like_array(value) or registry.owner(value, "lr").namespace() is not xp:
+        raise BackendMismatchError(f"lr: expected {expected}, got {type(value).__module__} {type(value).__name__}")
     if value.shape != ():
         raise ShapeError(f"lr: expected {expected}, got shape {tuple(value.shape)}")
-    return xp.astype(value, dtype, copy=False)
+    return xp.astype(value, like.dtype, copy=False)
 
 
-def common_namespace(**groups: Arrays) -> tuple[Any, Any]:
-    """Return the namespace and device of all arrays in the named dicts, which must be the same for all."""
+def labelled(**groups: Arrays) -> dict[str, Array]:
+    """Return the arrays of the named dicts under the names that messages use, ``params['weight']`` for instance."""
+    return {f"{group}[{name!r}]": x for group, arrays in groups.items() for name, x in arrays.items()}
+
+
+def common_place(**groups: Arrays) -> tuple[Backend, Any]:
+    """Return the backend of all arrays in the named dicts, and the library's object for their device.
+
+    The device is None, the library's choice, where an array is traced or spread over several devices.
+    """
     _expect_dicts(**groups)
-    everything = [x for group in groups.values() for x in group.values()]
-    for label, x in _labelled(groups):
-        if not _is_array(x):
-            raise DTypeError(f"{label}: expected an array, got {_library(x)}")
-    if not everything:
+    arrays = labelled(**groups)
+    if not arrays:
         raise CheckpointError(f"{next(iter(groups))}: expected a dict with at least one array, got an empty one")
-    xp = namespace(everything[0])
-    if any(namespace(x) is not xp for x in everything):
-        raise BackendMismatchError(f"expected arrays of one library, got {_first_of_each(groups, _library)}")
-    home = device(everything[0])
-    if array_api_compat.is_jax_array(everything[0]):
-        # JAX checks for itself: traced arrays have no device yet, and an array may be spread over several,
-        # in a way that does not suit the 0-d arrays that are put beside it.
-        return xp, None if hasattr(home, "device_set") else home
-    if any(device(x) != home for x in everything):
-        raise BackendMismatchError(f"expected arrays on one device, got {_first_of_each(groups, device)}")
-    return xp, home
+    expect_arrays(**arrays)
+    backend, device = place_of(arrays)
+    known = all(backend.device_of(x) is not None for x in arrays.values())
+    return backend, backend.native_device(device) if known else None
 
 
 def _expect_dicts(**groups: Arrays) -> None:
@@ -206,48 +203,9 @@ def _expect_dicts(**groups: Arrays) -> None:
             raise CheckpointError(f"{group}: expected a dict of arrays by name, got {type(arrays).__name__}")
 
 
-def check_floating(group: str, arrays: Arrays) -> None:
-    """Raise DTypeError for the first array that is not of a real floating dtype."""
-    for name, x in arrays.items():
-        if dtype_name(x.dtype) not in FLOAT_DTYPES:
-            expected = ", ".join(FLOAT_DTYPES)
-            raise DTypeError(f"{group}[{name!r}]: expected one of {expected}, got {dtype_name(x.dtype)}")
-
-
-def _check_names(group: str, arrays: Arrays, expected: Iterable[str]) -> None:
+def _expect_names(group: str, arrays: Arrays, expected: Iterable[str]) -> None:
     names = set(expected)
     missing, unexpected = sorted(names - set(arrays)), sorted(set(arrays) - names)
     if missing or unexpected:
         got = f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}"
         raise CheckpointError(f"{group}: expected the names that belong to params, got {got}")
-
-
-def _check_array(group: str, arrays: Arrays, name: str, shape: tuple[int, ...], dtype: Any = None) -> None:
-    x = arrays[name]
-    if x.shape != shape:
-        raise ShapeError(f"{group}[{name!r}]: expected shape {tuple(shape)}, got {tuple(x.shape)}")
-    if dtype is not None and x.dtype != dtype:
-        raise DTypeError(f"{group}[{name!r}]: expected {dtype_name(dtype)}, got {dtype_name(x.dtype)}")
-
-
-def _is_array(x: object) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _labelled(groups: Mapping[str, Arrays]) -> Iterator[tuple[str, Any]]:
-    for group, arrays in groups.items():
-        for name, x in arrays.items():
-            yield f"{group}[{name!r}]", x
-
-
-def _first_of_each(groups: Mapping[str, Arrays], describe: Callable[[Any], object]) -> str:
-    """Name the first array of each library or device: enough to see what was mixed."""
-    found: dict[str, str] = {}
-    for label, x in _labelled(groups):
-        found.setdefault(str(describe(x)), label)
-    return ", ".join(f"{label}: {what}" for what, label in found.items())
-
-
-def _library(x: object) -> str:
-    kind = type(x)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]} {kind.__name__}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError
-from ..kernels import Array, wide, widen
-from ._base import Arrays, as_array, check_floating, common_namespace, widest_dtype
+from ..functional._checks import expect_floating, is_number
+from ..functional._range import unit_of
+from ..kernels import Array, cast
+from ._base import Arrays, as_array, common_place, labelled, widest_dtype
 
 
 def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array], Array]:
@@ -29,10 +30,11 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
     Returns
     -------
     grads : dict
-        New arrays in the gradients' own dtypes. If the norm is not finite every element is NaN: a factor of
+        New arrays in the gradients' own dtypes. If an element is not finite every element is NaN: a factor of
         ``max_norm / inf = 0`` would hide the overflow.
     norm : array
-        The norm before clipping, a 0-d array of float64 if a gradient is float64, else of float32.
+        The norm before clipping, a 0-d array of float64 if a gradient is float64, else of float32. It may be
+        infinite where the gradients are not; they are clipped all the same.
 
     Raises
     ------
@@ -56,33 +58,34 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
     >>> float(norm), grads["weight"], grads["bias"]
     (5.0, array([0.6]), array([0.8]))
     """
-    if not isinstance(max_norm, numbers.Real) or isinstance(max_norm, bool) or not max_norm > 0:
+    if not is_number(max_norm) or not max_norm > 0:
         raise ArgumentError(f"max_norm: expected a number above 0, got {max_norm!r}")
-    xp, home = common_namespace(grads=grads)
-    check_floating("grads", grads)
-    widest = widest_dtype(xp, grads)
+    backend, device = common_place(grads=grads)
+    expect_floating(**labelled(grads=grads))
+    xp, max_norm = backend.namespace(), float(max_norm)
     with np.errstate(all="ignore"):  # as in the operations: what is not finite stays so, without a warning
-        max_norm = float(max_norm)
-        norm = _global_norm(list(grads.values()), xp, widest, home)
+        unit, length = _norm(list(grads.values()), xp, widest_dtype(xp, grads), device)
+        norm = unit * length
         one = xp.ones_like(norm)
-        scale = one
-        if max_norm < math.inf:
-            over = xp.greater(norm, one * max_norm)
-            scale = xp.where(over, max_norm / xp.where(over, norm, one), one)
-        scale = xp.where(xp.isfinite(norm), scale, one * math.nan)
-        clipped = {}
-        for name, grad in grads.items():
-            scaled = widen(xp, grad) * xp.astype(scale, wide(xp, grad.dtype), copy=False)
-            clipped[name] = as_array(xp.astype(scaled, grad.dtype, copy=False), xp)
+        over = xp.greater(norm, one * max_norm)
+        # g · max_norm / norm, in an order in which nothing overflows or underflows
+        factor, unit = xp.where(over, one * max_norm / length, one), xp.where(over, unit, one)
+        factor = xp.where(xp.isfinite(length), factor, xp.full_like(factor, math.nan))
+        clipped = {name: _scaled(grad, unit, factor, xp) for name, grad in grads.items()}
     return clipped, as_array(norm, xp)
 
 
-def _global_norm(grads: list[Array], xp: Any, dtype: Any, home: Any) -> Array:
-    """Return the norm, taken in units of the largest element so that no square overflows."""
-    wide = [xp.astype(grad, dtype, copy=False) for grad in grads if 0 not in grad.shape]
-    zero = xp.zeros((), dtype=dtype, device=home)
-    peak = functools.reduce(xp.maximum, (xp.max(xp.abs(grad)) for grad in wide), zero)
-    usable = xp.logical_and(xp.greater(peak, zero), xp.isfinite(peak))
-    unit = xp.where(usable, peak, xp.ones_like(peak))
-    squares = (xp.sum(xp.square(grad / unit)) for grad in wide)
-    return unit * xp.sqrt(functools.reduce(xp.add, squares, zero))
+def _scaled(grad: Array, unit: Array, factor: Array, xp: Any) -> Array:
+    """Return ``grad / unit · factor`` in the dtype of the gradient."""
+    scaled = xp.multiply(xp.divide(cast(xp, grad, unit.dtype), unit), factor)
+    return as_array(cast(xp, scaled, grad.dtype), xp)
+
+
+def _norm(grads: list[Array], xp: Any, dtype: Any, device: Any) -> tuple[Array, Array]:
+    """Return a unit, about the largest magnitude, and the norm in units of it: finite where every element is."""
+    grads = [cast(xp, grad, dtype) for grad in grads if 0 not in grad.shape]
+    zero = xp.zeros((), dtype=dtype, device=device)
+    peak = functools.reduce(xp.maximum, (xp.max(xp.abs(grad)) for grad in grads), zero)
+    unit = unit_of(xp, peak)
+    squares = (xp.sum(xp.square(grad / unit)) for grad in grads)
+    return unit, xp.sqrt(functools.reduce(xp.add, squares, zero))

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import registry
 from ..errors import ArgumentError
 from ..kernels import Array, dtype_name
-from ._base import Rate, as_array, device, namespace, rate_array, set_number, set_rate
+from ._base import Rate, as_array, rate_array, set_number, set_rate
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class constant:
     def __call__(self, step: Any) -> Any:
         """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
         xp, now = _real(step)
-        return _like(step, xp.full(now.shape, self.lr, dtype=now.dtype, device=device(now)), xp)
+        return _like(step, xp.full_like(now, self.lr), xp)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class cosine:
     def __call__(self, step: Any) -> Any:
         """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
         xp, now = _real(step)
-        progress = xp.minimum(now / self.total_steps, xp.ones_like(now))
+        progress = xp.minimum(now / float(self.total_steps), xp.ones_like(now))
         height = (xp.cos(progress * math.pi) + 1.0) * 0.5
         return _like(step, height * (self.lr - self.final) + self.final, xp)
 
@@ -123,10 +124,10 @@ class linear_warmup:
         """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
         xp, now = _real(step)
         # Before its beginning the schedule is asked for its first rate, so that there is one formula for both parts.
-        after = _like(step, xp.maximum(now - self.warmup_steps, xp.zeros_like(now)), xp)
+        after = _like(step, xp.maximum(now - float(self.warmup_steps), xp.zeros_like(now)), xp)
         rate = self.schedule(after) if callable(self.schedule) else self.schedule
-        rate = rate_array(rate, xp, now.dtype, device(now))
-        rise = xp.minimum((now + 1.0) / max(self.warmup_steps, 1), xp.ones_like(now))
+        rate = rate_array(rate, now, xp)
+        rise = xp.minimum((now + 1.0) / max(float(self.warmup_steps), 1.0), xp.ones_like(now))
         return _like(step, rate * rise, xp)
 
 
@@ -134,7 +135,7 @@ def _real(step: Any) -> tuple[Any, Array]:
     """Return a namespace and the step as a real 0-d array in it: NumPy's float64 for a Python number."""
     if isinstance(step, numbers.Real):
         step = np.asarray(step, dtype=np.float64)
-    xp = namespace(step)
+    xp = registry.owner(step, "step").namespace()
     return xp, step if dtype_name(step.dtype) in ("float32", "float64") else xp.astype(step, xp.float32)
 
 

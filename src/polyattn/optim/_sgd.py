@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +78,24 @@ class SGD(Optimizer):
 
     def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
         *buffers, rate = rest
-        if self.weight_decay:
-            grad = grad + theta * self.weight_decay
-        if not buffers:
+        if not buffers and not self.weight_decay:
             return (theta - rate * grad,)
-        buffer = buffers[0] * self.momentum + grad
+        added = [grad, *buffers, *((theta,) if self.weight_decay else ())]
+        unit = self._unit(added, xp)
+        grad = grad / unit
+        if self.weight_decay:
+            grad = grad + theta / unit * self.weight_decay
+        if not buffers:
+            return (theta - (rate * unit) * grad,)
+        buffer = buffers[0] / unit * self.momentum + grad
         direction = grad + buffer * self.momentum if self.nesterov else buffer
-        return theta - rate * direction, buffer
+        return theta - (rate * unit) * direction, buffer * unit
+
+    def _unit(self, added: list[Array], xp: Any) -> Array:
+        """Return a power of two in whose units no sum of these arrays overflows where one is above 1, and 1 elsewhere.
+
+        A sum of them is at most ``(1 + weight_decay) · (1 + momentum) + momentum²`` times the largest.
+        """
+        peak = functools.reduce(xp.maximum, (xp.abs(x) for x in added))
+        one = xp.ones_like(peak)
+        return xp.where(xp.greater(peak, one), one * 2.0 ** math.ceil(math.log2(4 + 2 * self.weight_decay)), one)

@@ -1,4 +1,4 @@
-"""What a training run is asked for, and what it resolves to."""
+"""The settings of a training run."""
 
 from __future__ import annotations
 
@@ -56,16 +56,7 @@ class Config:
 
 
 def resolve(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None, folder: str = "") -> Config:
-    """Return the settings of a run: what was given, else what the resumed run had, else the defaults.
-
-    Parameters
-    ----------
-    given : mapping
-        The options that the user named.
-    stored : mapping, optional
-        The settings of the run that is resumed.
-    folder : str
-        Where that run lies, for the message.
+    """Return the settings of a run: what was given, else what the resumed run in ``folder`` had, else the defaults.
 
     Raises
     ------

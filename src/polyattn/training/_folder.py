@@ -1,4 +1,4 @@
-"""The output folder of a run: its checkpoint, its metrics, and when it may be written."""
+"""The output folder of a run: its checkpoint and its metrics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,13 +18,11 @@ from ._config import OptionError, resolve
 
 __all__ = ["Folder", "Saved", "new_folder"]
 
-FORMAT = "polyattn-train"
-VERSION = "1"
+KIND = {"format": "polyattn-train", "version": "1"}
 OPTIMISER = "optim."
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What a checkpoint holds."""
 
     step: int
@@ -44,13 +41,7 @@ class Folder:
         self.metrics = path / "metrics.jsonl"
 
     def begin(self, overwrite: bool) -> None:
-        """Make the folder for a new run.
-
-        Raises
-        ------
-        OptionError
-            If it holds a run and ``overwrite`` is false.
-        """
+        """Make the folder for a new run; OptionError if it holds a run and ``overwrite`` is false."""
         if not overwrite and (self.checkpoint.exists() or self.metrics.exists()):
             raise OptionError(
                 f"--output: {self.path} already holds a run; continue it with --resume, replace it with --overwrite, "
@@ -59,40 +50,23 @@ class Folder:
         _make(self.path)
 
     def save(
-        self,
-        step: int,
-        config: Mapping[str, Any],
-        backend: str,
-        params: Mapping[str, Array],
-        state: Mapping[str, Array],
+        self, step: int, config: dict[str, Any], backend: str, params: Mapping[str, Array], state: Mapping[str, Array]
     ) -> None:
         """Write the checkpoint of a step, whole or not at all."""
         tensors = {**params, **{OPTIMISER + name: value for name, value in state.items()}}
-        metadata = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": str(step),
-            "backend": backend,
-            "config": json.dumps(dict(config)),
-        }
-        write_tensors(self.checkpoint, tensors, metadata)
+        about = {**KIND, "step": str(step), "backend": backend, "config": json.dumps(config)}
+        write_tensors(self.checkpoint, tensors, about)
 
     def load(self) -> Saved:
-        """Read the checkpoint.
-
-        Raises
-        ------
-        CheckpointError
-            If there is none, or it is damaged or of another kind.
-        """
+        """Read the checkpoint; CheckpointError if there is none, or it is damaged or of another kind."""
         if not self.checkpoint.exists():
             raise CheckpointError(
                 f"{self.checkpoint}: there is no checkpoint to resume from; check --output, or start without --resume"
             )
         tensors, metadata = read_tensors(self.checkpoint)
-        if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        if not KIND.items() <= metadata.items():
             raise CheckpointError(
-                f"{self.checkpoint}: not a checkpoint of polyattn train version {VERSION}; "
+                f"{self.checkpoint}: not a checkpoint of polyattn train version {KIND['version']}; "
                 "choose the --output of such a run, or start a new one without --resume"
             )
         try:
@@ -101,22 +75,20 @@ class Folder:
                 raise ValueError(f"step {step}")
         except (KeyError, ValueError, TypeError, AttributeError) as cause:
             raise CheckpointError(f"{self.checkpoint}: its metadata are damaged: {cause!r}; start a new run") from cause
-        params = {name: value for name, value in tensors.items() if not name.startswith(OPTIMISER)}
-        state = {name.removeprefix(OPTIMISER): value for name, value in tensors.items() if name.startswith(OPTIMISER)}
-        return Saved(step, config, metadata.get("backend", ""), params, state)
+        state = {name: tensors.pop(name) for name in list(tensors) if name.startswith(OPTIMISER)}
+        state = {name.removeprefix(OPTIMISER): value for name, value in state.items()}
+        return Saved(step, config, metadata.get("backend", ""), tensors, state)
 
     def clean(self, until: int) -> None:
         """Drop the metrics of steps after ``until``, what a kill left behind, and the pictures of a replaced run."""
         kept = [line for line in self._lines() if line["step"] <= until]
         write_bytes(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        for leftover in self.path.glob(LEFTOVERS):
-            leftover.unlink()
-        if until == 0:
-            for picture in ("loss.png", "attention.png"):
-                (self.path / picture).unlink(missing_ok=True)
+        old = [self.path / name for name in ("loss.png", "attention.png")] if until == 0 else []
+        for path in [*self.path.glob(LEFTOVERS), *old]:
+            path.unlink(missing_ok=True)
 
     def log(self, lines: Sequence[Mapping[str, float]]) -> None:
-        """Append one line a step, and see them on the disk."""
+        """Append one line a step, and wait until the disk has them."""
         try:
             with open(self.metrics, "ab") as file:
                 file.write("".join(json.dumps(dict(line)) + "\n" for line in lines).encode())
@@ -134,9 +106,8 @@ class Folder:
         return [line["step"] for line in lines], [line["loss"] for line in lines]
 
     def _lines(self) -> list[dict[str, Any]]:
-        if not self.metrics.exists():
-            return []
-        return [line for text in self.metrics.read_bytes().splitlines() if (line := _parsed(text)) is not None]
+        texts = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        return [line for text in texts if (line := _parsed(text)) is not None]
 
 
 def new_folder(backend: str) -> Path:
@@ -160,6 +131,7 @@ def _make(path: Path) -> None:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return a line of the metrics, or None where a kill cut it short."""
     try:
         line = json.loads(text)
         return line if isinstance(line["step"], int) and isinstance(line["loss"], float) else None

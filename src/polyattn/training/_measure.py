@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ._task import Pairs
+from ._samples import Pairs
 
-__all__ = ["measure"]
+__all__ = ["measure", "positions"]
 
 CHUNK = 256  # samples at a time, which bounds the memory
 
@@ -25,38 +25,29 @@ def measure(predict: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], pai
     x, y = pairs
     mean_row = np.mean(y, axis=(0, 1), dtype=np.float64)
     errors = baseline_errors = 0.0
-    hits = 0
-    pointing = True
+    hits: int | None = 0
     for start in range(0, len(x), CHUNK):
-        inputs, targets = x[start : start + CHUNK], np.asarray(y[start : start + CHUNK], dtype=np.float64)
-        outputs = np.asarray(predict(inputs), dtype=np.float64)
+        inputs, targets = (np.asarray(array[start : start + CHUNK], dtype=np.float64) for array in (x, y))
+        outputs = np.asarray(predict(x[start : start + CHUNK]), dtype=np.float64)
         errors += float(np.sum((outputs - targets) ** 2))
         baseline_errors += float(np.sum((targets - mean_row) ** 2))
-        pointing = pointing and _points(inputs, targets)
-        hits += _hits(np.asarray(inputs, dtype=np.float64), outputs, targets) if pointing else 0
+        for sample, found, wanted in zip(inputs, outputs, targets, strict=True):
+            if hits is None or positions(sample, wanted) is None:
+                hits = None
+                break
+            distances = np.sum((found[:, None, :] - sample[None, :, :]) ** 2, axis=-1)  # (sequence, sequence)
+            nearest = sample[np.argmin(distances, axis=-1)]  # (sequence, width)
+            hits += int(np.sum(np.all(nearest == wanted, axis=-1)))
     loss, baseline = errors / y.size, baseline_errors / y.size
     return {
         "loss": loss,
         "baseline_loss": baseline,
         "loss_ratio": loss / baseline if baseline > 0 else None,
-        "pointer_accuracy": hits / (y.shape[0] * y.shape[1]) if pointing else None,
+        "pointer_accuracy": None if hits is None else hits / (y.shape[0] * y.shape[1]),
     }
 
 
-def _points(inputs: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]) -> bool:
-    """Say whether each target row is an input row of the same sample."""
-    for sample, wanted in zip(inputs, targets, strict=True):
-        equal = np.all(sample[None, :, :] == wanted[:, None, :], axis=-1)  # (sequence, sequence)
-        if not np.all(np.any(equal, axis=-1)):
-            return False
-    return True
-
-
-def _hits(inputs: np.ndarray[Any, Any], outputs: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]) -> int:
-    """Count the positions at which the nearest input row is the target row."""
-    count = 0
-    for sample, found, wanted in zip(inputs, outputs, targets, strict=True):
-        distances = np.sum((found[:, None, :] - sample[None, :, :]) ** 2, axis=-1)  # (sequence, sequence)
-        nearest = sample[np.argmin(distances, axis=-1)]  # (sequence, width)
-        count += int(np.sum(np.all(nearest == wanted, axis=-1)))
-    return count
+def positions(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """Return for each row of ``y`` its position in ``x``, both ``(sequence, width)``; None if a row is not there."""
+    equal = np.all(x[None, :, :] == y[:, None, :], axis=-1)  # (queries, keys)
+    return np.argmax(equal, axis=-1) if bool(np.all(np.any(equal, axis=-1))) else None

@@ -1,60 +1,67 @@
-"""The layer, its optimiser and its step on one backend."""
+"""The layer, its optimiser and its step, the same code on every backend."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
-from .. import optim, registry
+from .. import functional, optim, registry
 from ..backend import Array, dtype_name
 from ..conversion import to_backend
 from ..errors import CheckpointError
 from ..layers import MultiHeadAttention
 from ._config import Config
-from ._folder import Saved
-from ._step import Arrays, inverse_sqrt, make_step
 
-__all__ = ["Model"]
+__all__ = ["Arrays", "Model", "inverse_sqrt"]
+
+Arrays = dict[str, Array]
+Step = Callable[[Arrays, Arrays, Array, Array], tuple[Arrays, Arrays, Array]]
+
+CLIP = 1.0
 
 
 class Model:
     """Multi-head attention as the settings describe it, on a backend and a device."""
 
     def __init__(self, config: Config, backend: str, device: str | None) -> None:
-        self.config = config
-        self.backend = registry.ready(backend)
+        self.config, self.backend = config, registry.ready(backend)
         self._layer = MultiHeadAttention(
             config.width, config.heads, seed=config.seed, dtype=config.dtype, backend=backend, device=device
         )
         self.device = self._layer.device
         self.schedule = inverse_sqrt(config.learning_rate)
         self._optimiser = optim.AdamW(self.schedule, weight_decay=config.weight_decay)
-        self.step = self.backend.jit(make_step(self._layer, self._optimiser))
+        self.step = self.backend.jit(_make_step(self._layer, self._optimiser))
 
     def start(self) -> tuple[Arrays, Arrays]:
         """Return the initial parameters and optimiser state."""
         params = self._layer.parameters()
         return params, self._optimiser.init(params)
 
-    def restore(self, saved: Saved) -> tuple[Arrays, Arrays]:
-        """Return the parameters and optimiser state of a checkpoint.
-
-        Raises
-        ------
-        CheckpointError
-            If names, shapes or dtypes are not those of the layer.
-        """
-        params, state = self.start()
-        return self._fitted("parameters", saved.params, params), self._fitted("optimiser state", saved.state, state)
+    def fitted(self, what: str, stored: Mapping[str, np.ndarray[Any, Any]], expected: Arrays) -> Arrays:
+        """Return stored arrays on the backend, or raise where names, shapes or dtypes are not the expected ones."""
+        kinds, wanted = (
+            {name: (tuple(x.shape), dtype_name(x.dtype)) for name, x in d.items()} for d in (stored, expected)
+        )
+        if differing := sorted(name for name in {**kinds, **wanted} if kinds.get(name) != wanted.get(name)):
+            raise CheckpointError(
+                f"the checkpoint's {what} do not fit the layer that its settings describe; they differ in "
+                f"{', '.join(differing)}; use an undamaged checkpoint, or start a new run"
+            )
+        return {name: to_backend(stored[name], self.backend.name, self.device) for name in expected}
 
     def native(self, x: np.ndarray[Any, Any]) -> Array:
         """Return samples on the backend, in the dtype of the run."""
-        if self.config.dtype != "bfloat16":  # which NumPy itself does not have
-            return to_backend(np.asarray(x, dtype=self.config.dtype, order="C"), self.backend.name, self.device)
-        wide = to_backend(np.asarray(x, dtype="float32", order="C"), self.backend.name, self.device)
-        return self.backend.namespace().astype(wide, self.backend.dtype("bfloat16"))
+        dtype = self.config.dtype
+        host = np.asarray(x, dtype="float32" if dtype == "bfloat16" else dtype, order="C")
+        there = to_backend(host, self.backend.name, self.device)
+        # NumPy itself has no bfloat16.
+        return there if dtype != "bfloat16" else self.backend.namespace().astype(there, self.backend.dtype(dtype))
 
     def predict(self, params: Arrays, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the layer's output for samples ``(samples, sequence, width)``."""
@@ -73,17 +80,42 @@ class Model:
         """Say whether all parameters are finite."""
         return all(bool(np.all(np.isfinite(self.backend.to_numpy(x)))) for x in params.values())
 
-    def _fitted(self, what: str, stored: Mapping[str, np.ndarray[Any, Any]], expected: Arrays) -> Arrays:
-        """Return stored arrays on the backend, if they are the expected ones."""
-        differing = sorted(set(stored) ^ set(expected))
-        differing += [name for name in set(stored) & set(expected) if _kind(stored[name]) != _kind(expected[name])]
-        if differing:
-            raise CheckpointError(
-                f"the checkpoint's {what} do not fit the layer that its settings describe; they differ in "
-                f"{', '.join(differing)}; use an undamaged checkpoint, or start a new run"
-            )
-        return {name: to_backend(stored[name], self.backend.name, self.device) for name in expected}
+
+@dataclass(frozen=True)
+class inverse_sqrt:
+    """A linear rise, then a fall with the square root of the step: it needs no last step, so a run can be lengthened.
+
+    ``peak · min((step + 1) / warmup, √(warmup / (step + 1)))``
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 5.3, with the peak in place of ``d_model``.
+    """
+
+    peak: float
+    warmup: int = 200
+
+    def __call__(self, step: Any) -> Any:
+        """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
+        if isinstance(step, numbers.Real):
+            return float(self(np.asarray(step, dtype=np.float64)))
+        xp = array_namespace(step)
+        now = (step + 1.0) / self.warmup
+        return xp.minimum(now, 1.0 / xp.sqrt(now)) * self.peak
 
 
-def _kind(x: Array) -> tuple[tuple[int, ...], str]:
-    return tuple(x.shape), dtype_name(x.dtype)
+def _make_step(layer: Any, optimiser: optim.AdamW) -> Step:
+    """Return ``params, state, loss = step(params, state, x, y)`` for a layer's architecture."""
+
+    def step(params: Arrays, state: Arrays, x: Array, y: Array) -> tuple[Arrays, Arrays, Array]:
+        model = layer.with_parameters(params)
+        prediction, cache = model.forward(x)
+        loss, loss_cache = functional.mse_loss_forward(prediction, y)
+        dloss = array_namespace(loss).ones_like(loss)
+        dprediction = functional.mse_loss_backward(dloss, loss_cache).prediction
+        _, grads = model.backward(dprediction, cache, inputs=False)
+        grads, _ = optim.clip_by_global_norm(grads, CLIP)
+        params, state = optimiser.update(grads, state, params)
+        return params, state, loss
+
+    return step

@@ -13,12 +13,9 @@ from .. import plot
 from ..plot._file import write_png
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["attention_picture", "draw_pictures", "loss_picture", "target_positions"]
-
-MARK = "#ff3b30"
+__all__ = ["attention_picture", "draw_pictures", "loss_picture"]
 
 
 def draw_pictures(
@@ -30,25 +27,7 @@ def draw_pictures(
     title: str,
     say: Callable[[str], None],
 ) -> None:
-    """Write ``loss.png`` and ``attention.png``, or say in one line what is missing for it.
-
-    Parameters
-    ----------
-    folder : Path
-        Where to.
-    history : (steps, losses)
-        The training loss.
-    baseline : float
-        The loss of predicting the mean.
-    weights : array
-        Attention weights of one sample, ``(heads, queries, keys)``.
-    targets : array or None
-        For each query the key that it should find.
-    title : str
-        What was trained, in a few words.
-    say : callable
-        Prints a line.
-    """
+    """Write ``loss.png`` and ``attention.png``, or say in one line what is missing for it."""
     if importlib.util.find_spec("matplotlib") is None:
         say('no pictures: they need matplotlib, pip install "polyattn[plot]"')
         return
@@ -57,7 +36,7 @@ def draw_pictures(
 
 
 def loss_picture(steps: Sequence[int], losses: Sequence[float], baseline: float, title: str) -> Figure:
-    """Draw the training loss, with the legend beside the curves and never over them."""
+    """Draw the training loss and that of predicting the mean, with the legend below the axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -70,26 +49,16 @@ def loss_picture(steps: Sequence[int], losses: Sequence[float], baseline: float,
 
 
 def attention_picture(weights: np.ndarray[Any, Any], targets: np.ndarray[Any, Any] | None, title: str) -> Figure:
-    """Draw the weights of one sample, a panel a head, and mark the key that each query should find."""
+    """Draw the weights (heads, queries, keys) of one sample, and mark the key that each query should find."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
     panels = plot.attention_map(weights, title=title, figure=figure)
     if targets is not None:
+        rows, size = np.arange(len(targets)), max(2.0, min(11.0, 110.0 / len(targets)))
+        style: dict[str, Any] = {"color": "#ff3b30", "fillstyle": "none", "markersize": size}
         for axes in panels.flat:
             if axes.get_visible():
-                _mark(axes, targets)
+                axes.plot(targets, rows, "o", label="the row to copy", **style)
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
     return figure
-
-
-def target_positions(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    """Return for each row of ``y`` its position in ``x``, both ``(sequence, width)``; None if a row is not there."""
-    equal = np.all(x[None, :, :] == y[:, None, :], axis=-1)  # (queries, keys)
-    return np.argmax(equal, axis=-1) if bool(np.all(np.any(equal, axis=-1))) else None
-
-
-def _mark(axes: Axes, targets: np.ndarray[Any, Any]) -> None:
-    size = max(2.0, min(11.0, 110.0 / len(targets)))
-    rows = np.arange(len(targets))
-    axes.plot(targets, rows, "o", color=MARK, fillstyle="none", markersize=size, label="the row to copy")

@@ -1,11 +1,10 @@
-"""What a run shows while it goes: a bar on a terminal, plain lines elsewhere; both on standard error."""
+"""The progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,38 +20,27 @@ class Reporter(AbstractContextManager["Reporter"]):
     def __init__(self, start: int, total: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._start, self._total = start, total
-        self._began = self._printed = time.perf_counter()
-        self._bar: Progress | None = None
+        texts = ("loss {task.fields[loss]}", "{task.fields[speed]} steps/s", "ETA")
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), *map(TextColumn, texts))
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal
+        )
+        self._task = self._bar.add_task("training", total=total, completed=start, loss=f"{'–':<8}", speed="–")
 
     def __enter__(self) -> Self:
         self._began = self._printed = time.perf_counter()
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("{task.fields[speed]} steps/s"),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._bar.add_task("training", total=self._total, completed=self._start, loss=f"{'–':<8}", speed="–")
-            self._bar.start()
+        self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
 
     def update(self, step: int, loss: float) -> None:
         """Show that ``step`` steps are done and what the last loss was."""
         now = time.perf_counter()
         speed = f"{(step - self._start) / max(now - self._began, 1e-9):.0f}"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{loss:<8.3g}", speed=speed)
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=step, loss=f"{loss:<8.3g}", speed=speed)
         elif now - self._printed >= SECONDS_BETWEEN_LINES or step == self._total:
             self._printed = now
             self.say(f"step {step}/{self._total}  loss {loss:.4g}  {speed} steps/s")

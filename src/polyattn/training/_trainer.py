@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ..errors import PolyattnError
+from ..backend import Array
+from ..errors import CheckpointError, PolyattnError
 from ..selection import Selection, get_backend, selected, use_backend
 from ._config import Config, OptionError, resolve
 from ._folder import Folder, Saved, new_folder
-from ._loop import Loop
-from ._measure import measure
-from ._model import Model
-from ._npz import Epochs, Samples, load_npz
-from ._pictures import draw_pictures, target_positions
+from ._measure import measure, positions
+from ._model import Arrays, Model
+from ._pictures import draw_pictures
 from ._progress import Reporter
-from ._step import Arrays
-from ._task import Data, PointerCopy
+from ._samples import Epochs, PointerCopy, digest, expect_range, load_npz
 
-__all__ = ["train"]
+__all__ = ["DivergedError", "train"]
 
 SMALL = 2_000_000  # multiplications in one projection of a step: well under a millisecond
+# Losses are fetched together: to look at one is to wait for the device.
+MOST_STEPS, MOST_SECONDS = 50, 0.25
+
+
+class DivergedError(PolyattnError, ArithmeticError):
+    """The loss or a parameter is not finite any more."""
 
 
 def train(
@@ -33,30 +40,15 @@ def train(
     *,
     backend: str | None = None,
     device: str | None = None,
-    output: str | Path | None = None,
+    output: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     checkpoint_every: int = 200,
 ) -> dict[str, Any]:
-    """Train multi-head attention on the pointer-copy task or on the user's samples.
+    """Train multi-head attention on the pointer-copy task or on the user's samples; return the result as plain data.
 
-    Parameters
-    ----------
-    given : mapping
-        The settings of :class:`Config` that the user named.
-    backend, device : str, optional
-        Where to compute; by default the selection in force, then that of the resumed run, then NumPy.
-    output : path, optional
-        The folder of the run; by default a new one below ``runs``.
-    resume, overwrite : bool
-        Continue the run in ``output``, or replace it.
-    checkpoint_every : int
-        The number of steps between two checkpoints.
-
-    Returns
-    -------
-    dict
-        Where and how long it ran, and how good the result is, as plain data.
+    ``given`` has the settings of :class:`Config` that the user named. By default a run computes by the selection in
+    force, then on the backend of the resumed run, then on NumPy, and writes to a new folder below ``runs``.
 
     Raises
     ------
@@ -65,50 +57,132 @@ def train(
     PolyattnError
         If the data do not fit, the checkpoint cannot be read or written, memory runs out, or training diverges.
     KeyboardInterrupt
-        With a message that says how to go on.
+        With a message that says how to continue.
     """
     _check_options(given, output, resume, overwrite, checkpoint_every)
-    output = None if output is None else Path(output)
-    saved = Folder(output).load() if resume and output is not None else None
+    saved = Folder(Path(output)).load() if resume and output is not None else None
     where = _select(backend, device, saved)
     config, data = _settings(given, saved, output)
-    with use_backend(where.backend, where.device), _memory_told():
+    with use_backend(where.backend, where.device), _memory_errors():
         model = Model(config, where.backend, where.device)
-        params, state = model.start() if saved is None else model.restore(saved)
-        folder = Folder(output or new_folder(where.backend))
+        params, state = model.start()
+        if saved is not None:
+            params = model.fitted("parameters", saved.params, params)
+            state = model.fitted("optimiser state", saved.state, state)
+        folder = Folder(new_folder(where.backend) if output is None else Path(output))
         if saved is None:
             folder.begin(overwrite)
             folder.save(0, config.to_dict(), where.backend, params, state)
         start = saved.step if saved else 0
         folder.clean(start)
-        with _few_threads(config), Reporter(start, config.steps) as reporter:
-            if saved and start == config.steps:
-                reporter.say(f"the run is at step {start} already, nothing to train; give more --steps to go on")
-            loop = Loop(model, data, folder, reporter, checkpoint_every)
-            began = time.perf_counter()
-            try:
-                params = loop.run(params, state, start, config.steps)
-                seconds = time.perf_counter() - began
-                measured = measure(lambda x: model.predict(params, x), data.evaluation())
-                _draw(model, params, data, folder, measured["baseline_loss"], reporter.say)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt(f"interrupted; {loop.kept()}") from None
-    return _result(model, folder, data, start, seconds, measured)
+        # Threads gain nothing on small products, and on a busy machine they wait for each other: torch made 15 steps
+        # a second in place of 200.
+        small = config.batch * config.sequence * config.width**2 < SMALL
+        with threadpool_limits(1) if small else nullcontext(), Reporter(start, config.steps) as reporter:
+            run = _Run(model, data, folder, reporter, checkpoint_every, start)
+            return run.result(params, state)
 
 
-def _few_threads(config: Config) -> AbstractContextManager[Any]:
-    """Hold the BLAS and OpenMP to one thread where a step's products are small.
+@dataclass
+class _Run:
+    """The steps of a run, logged and checkpointed on the way, and its result."""
 
-    Threads gain nothing there, and on a machine that is busy otherwise they wait for each other: torch was seen
-    to make 15 steps a second in place of 200.
-    """
-    products = config.batch * config.sequence * config.width**2
-    return threadpool_limits(1) if products < SMALL else nullcontext()
+    model: Model
+    data: PointerCopy | Epochs
+    folder: Folder
+    reporter: Reporter
+    every: int
+    saved: int
+    """The step of the last checkpoint."""
+
+    def result(self, params: Arrays, state: Arrays) -> dict[str, Any]:
+        """Take the steps, measure, draw, and return the result."""
+        model, config, start = self.model, self.model.config, self.saved
+        if 0 < start == config.steps:
+            self.reporter.say(f"the run is at step {start} already, nothing to train; give more --steps to go on")
+        began = time.perf_counter()
+        try:
+            params = self._steps(params, state, start, config.steps)
+            seconds = time.perf_counter() - began
+            measured = measure(lambda x: model.predict(params, x), self.data.evaluation())
+            self._draw(params, measured["baseline_loss"] or 0.0)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"interrupted; {self._kept()}") from None
+        return {
+            "backend": model.backend.name,
+            "device": model.device,
+            "dtype": config.dtype,
+            "steps": config.steps,
+            "resumed_from": start,
+            "seconds": round(seconds, 3),
+            "steps_per_second": round((config.steps - start) / seconds, 1) if config.steps > start else 0.0,
+            **measured,
+            "evaluated_on": self.data.evaluated_on,
+            "output": str(self.folder.path),
+        }
+
+    def _steps(self, params: Arrays, state: Arrays, start: int, stop: int) -> Arrays:
+        """Return the parameters after the steps; the last checkpoint is theirs, or of the last finite one."""
+        pending: list[Array] = []
+        fetched = time.perf_counter()
+        for done in range(start + 1, stop + 1):
+            x, y = map(self.model.native, self.data.batch(done - 1))
+            params, state, loss = self.model.step(params, state, x, y)
+            pending.append(loss)
+            due = done % self.every == 0 or done == stop
+            if due or len(pending) == MOST_STEPS or time.perf_counter() - fetched > MOST_SECONDS:
+                self._record(pending, done)
+                pending, fetched = [], time.perf_counter()
+            if due:
+                self._save(done, params, state)
+        return params
+
+    def _record(self, pending: list[Array], done: int) -> None:
+        """Log the losses of the steps up to ``done``, and stop at one that is not finite."""
+        losses = self.model.fetch(pending)
+        first = done - len(losses) + 1
+        bad = np.flatnonzero(~np.isfinite(losses))
+        good = losses[: bad[0]] if bad.size else losses
+        self.folder.log([
+            {"step": step, "loss": float(loss), "learning_rate": self.model.schedule(step - 1)}
+            for step, loss in enumerate(good, first)
+        ])  # fmt: skip
+        if bad.size:
+            step = first + len(good)
+            # The first loss is that of the initial parameters: the learning rate has no part in it.
+            remedy = "smaller numbers in --data, or a wider --dtype" if step == 1 else "a lower --learning-rate"
+            raise self._diverged(f"the loss of step {step} is {losses[len(good)]}", remedy)
+        self.reporter.update(done, float(losses[-1]))
+
+    def _save(self, done: int, params: Arrays, state: Arrays) -> None:
+        if not self.model.finite({**params, **state}):
+            raise self._diverged(f"step {done} left parameters that are not finite", "a lower --learning-rate")
+        try:
+            self.folder.save(done, self.model.config.to_dict(), self.model.backend.name, params, state)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self._kept()}") from error
+        self.saved = done
+
+    def _diverged(self, what: str, remedy: str) -> DivergedError:
+        kept = f"the checkpoint of step {self.saved} is kept in {self.folder.path}"
+        return DivergedError(f"training diverged: {what}; {kept}; try {remedy}")
+
+    def _kept(self) -> str:
+        path = shlex.quote(str(self.folder.path))
+        return f"the checkpoint of step {self.saved} is kept, continue with: polyattn train --resume --output {path}"
+
+    def _draw(self, params: Arrays, baseline: float) -> None:
+        config, (x, y) = self.model.config, (array[:1] for array in self.data.evaluation())
+        weights = self.model.attention_weights(params, x)[0]
+        what = "Pointer copy" if config.data is None else Path(config.data).name
+        title = f"{what}, {self.model.backend.name}, {config.dtype}, step {config.steps}"
+        found = positions(x[0], y[0])
+        draw_pictures(self.folder.path, self.folder.losses(), baseline, weights, found, title, self.reporter.say)
 
 
 @contextmanager
-def _memory_told() -> Iterator[None]:
-    """Turn what the libraries raise when memory runs out into one error: only MemoryError is common to two of them."""
+def _memory_errors() -> Iterator[None]:
+    """Raise one error where memory runs out: of what the libraries raise, only MemoryError is common to two of them."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -120,7 +194,7 @@ def _memory_told() -> Iterator[None]:
 
 
 def _check_options(
-    given: Mapping[str, Any], output: str | Path | None, resume: bool, overwrite: bool, checkpoint_every: int
+    given: Mapping[str, Any], output: str | None, resume: bool, overwrite: bool, checkpoint_every: int
 ) -> None:
     for option, path in (("--output", output), ("--data", given.get("data"))):
         if path == "":  # an unset variable of a shell script, say; not the current folder
@@ -144,63 +218,23 @@ def _select(backend: str | None, device: str | None, saved: Saved | None) -> Sel
     return choice
 
 
-def _settings(given: Mapping[str, Any], saved: Saved | None, output: Path | None) -> tuple[Config, Data]:
+def _settings(given: Mapping[str, Any], saved: Saved | None, output: str | None) -> tuple[Config, PointerCopy | Epochs]:
     """Return the settings of the run and where its samples come from."""
     stored = saved.config if saved else None
     path: str = given.get("data") or (stored or {}).get("data") or ""
-    samples = load_npz(path) if path else None
-    if samples is not None:
-        given = {**given, **_of_file(given, samples, path)}
+    pairs = load_npz(path) if path else None
+    if pairs is not None:
+        _, sequence, width = pairs[0].shape
+        for name, value in (("width", width), ("sequence", sequence)):
+            if given.get(name, value) != value:
+                raise OptionError(f"--{name}: {path} has a {name} of {value}, got {given[name]}; leave the option out")
+        odd = {} if width % Config.heads == 0 else {"heads": 1}  # an odd number of features goes to one head
+        file = {"data": str(Path(path).resolve()), "data_digest": digest(pairs), "width": width, "sequence": sequence}
+        given = {**odd, **given, **file}
     config = resolve(given, stored, str(output))
     if saved and config.steps < saved.step:
         raise OptionError(f"--steps: the run in {output} is at step {saved.step} already; give at least as many")
-    if samples is None:
+    if pairs is None:
         return config, PointerCopy(config.sequence, config.width, config.batch, config.seed)
-    samples.check_range(config.dtype)
-    return config, Epochs(samples.x, samples.y, config.batch, config.seed)
-
-
-def _of_file(given: Mapping[str, Any], samples: Samples, path: str) -> dict[str, Any]:
-    """Return the settings that a data file decides."""
-    _, sequence, width = samples.x.shape
-    for name, value in (("width", width), ("sequence", sequence)):
-        if given.get(name, value) != value:
-            raise OptionError(f"--{name}: {path} has a {name} of {value}, got {given[name]}; leave the option out")
-    fixed = {"data": str(Path(path).resolve()), "data_digest": samples.digest, "width": width, "sequence": sequence}
-    # An odd number of features goes to one head.
-    return fixed if "heads" in given or width % Config.heads == 0 else {**fixed, "heads": 1}
-
-
-def _draw(
-    model: Model, params: Arrays, data: Data, folder: Folder, baseline: float | None, say: Callable[[str], None]
-) -> None:
-    x, y = (array[:1] for array in data.evaluation())
-    config = model.config
-    what = "Pointer copy" if config.data is None else Path(config.data).name
-    draw_pictures(
-        folder.path,
-        folder.losses(),
-        baseline or 0.0,
-        model.attention_weights(params, x)[0],
-        target_positions(x[0], y[0]),
-        f"{what}, {model.backend.name}, {config.dtype}, step {config.steps}",
-        say,
-    )
-
-
-def _result(
-    model: Model, folder: Folder, data: Data, start: int, seconds: float, measured: Mapping[str, float | None]
-) -> dict[str, Any]:
-    steps = model.config.steps
-    return {
-        "backend": model.backend.name,
-        "device": model.device,
-        "dtype": model.config.dtype,
-        "steps": steps,
-        "resumed_from": start,
-        "seconds": round(seconds, 3),
-        "steps_per_second": round((steps - start) / seconds, 1) if steps > start else 0.0,
-        **measured,
-        "evaluated_on": data.evaluated_on,
-        "output": str(folder.path),
-    }
+    expect_range(pairs, config.dtype)
+    return config, Epochs(*pairs, config.batch, config.seed)

@@ -26,12 +26,14 @@ def differentiable(
 
         @mx.custom_function
         def op(*present: Any) -> Any:
-            return forward(*whole(present))[0]
+            y, _ = forward(*whole(present))
+            return y
 
         @op.vjp
         def op_vjp(primals: Any, dy: Any, y: Any) -> Any:
             present = primals if isinstance(primals, tuple) else (primals,)  # MLX unpacks a single one
-            grads = backward(dy, forward(*whole(present))[1])
+            _, saved = forward(*whole(present))
+            grads = backward(dy, saved)
             chosen = [grad for grad, there in zip(grads, given, strict=True) if there]
             return tuple(mx.zeros_like(x) if grad is None else grad for x, grad in zip(present, chosen, strict=True))
 

@@ -54,7 +54,7 @@ class LayerModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the
             arguments = {name: lowered(x, dtype) for name, x in arguments.items()}
             parameters = {name: lowered(x, dtype) for name, x in parameters.items()}
         if layer.backend == "torch":
-            bound: Any = _bound(layer, parameters, dtype, device)
+            bound: Any = layer.with_arrays(parameters, dtype=dtype, place=Place(layer.place.backend, device))
             return bound(*inputs, **arguments)
         floating = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
         keywords = {name: x for name, x in arguments.items() if name not in floating}
@@ -102,16 +102,6 @@ def to_module(layer: Layer) -> LayerModule:
     return LayerModule(layer)
 
 
-def _bound(layer: Layer, parameters: dict[str, Any], dtype: str, device: str | None) -> Layer:
-    """Return a layer with these very parameters, where they are and in their dtype, and its parts likewise."""
-    other = object.__new__(type(layer))
-    for name, x in vars(layer).items():
-        setattr(other, name, _bound(x, {}, dtype, device) if isinstance(x, Layer) else x)
-    other._parameters, other._dtype, other._moves_inputs = parameters, dtype, True
-    other._place = Place(layer._place.backend, device)
-    return other
-
-
 def _running(
     layer: Layer, dtype: str, count: int, floating: tuple[str, ...], names: tuple[str, ...], keywords: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, Pull]]:
@@ -121,7 +111,7 @@ def _running(
         inputs, parameters = tensors[:count], tensors[count + len(floating) :]
         arguments = dict(zip(floating, tensors[count : count + len(floating)], strict=True))
         there = {name: to_backend(x, layer.backend, layer.device) for name, x in zip(names, parameters, strict=True)}
-        bound: Any = _bound(layer, there, dtype, layer.device)
+        bound: Any = layer.with_arrays(there, dtype=dtype, place=layer.place)
         y, cache = bound.forward(*inputs, **arguments, **keywords)
 
         def pull(dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -84,7 +84,7 @@ def copy_to(layer: Layer, module: Any) -> None:
     if type(like) is not type(layer):
         raise ArgumentError(f"module: expected one that is a {type(layer).__name__}, got {type(module).__name__}")
     there = layer.to("torch")
-    like._check(there.parameters())
+    like.expect_parameters(there.parameters())
     if like.config() != layer.config():
         raise CheckpointError(f"module: expected one like {layer!r}, got one like {like!r}")
     module.load_state_dict(to_torch(there.parameters(), there))

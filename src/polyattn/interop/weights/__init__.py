@@ -2,7 +2,7 @@
 
 Plain functions on dicts of arrays, of any library; none of the others is imported. Each takes the layers to which
 the parameters belong: one, or a dict of several by the names under which they stand in the whole model. What does
-not fit is told at once: what is missing, what is unexpected, what has another shape. Results may share memory with
+not fit is one error: what is missing, what is unexpected, what has another shape. Results may share memory with
 what was given.
 
 ======================================================  =========================================================
@@ -16,10 +16,9 @@ what was given.
 ======================================================  =========================================================
 """
 
-from ._flax import from_flax, to_flax
 from ._hugging_face import from_hugging_face, to_hugging_face
 from ._hugging_face_layers import hugging_face_layers
-from ._keras import from_keras, to_keras
+from ._keras_flax import from_flax, from_keras, to_flax, to_keras
 from ._layers import load, parameters_of
 from ._torch import from_torch, to_torch
 

@@ -10,7 +10,6 @@ from ...backend import Array
 from ...conversion import place_of
 from ...errors import ArgumentError, CheckpointError
 from ...layers import Layer
-from ...layers._layer import _listed as listed
 
 __all__ = ["Entry", "Shape", "covering", "expect_fitting", "expect_options", "read", "write"]
 
@@ -22,7 +21,7 @@ class Entry(NamedTuple):
 
     theirs: str
     ours: tuple[str, ...]
-    turned: bool = False
+    transposed: bool = False
     """Whether theirs is (out, in)."""
     shape: Shape | None = None
     """Theirs, where it has axes that ours has not: one for the heads."""
@@ -36,11 +35,7 @@ def covering(entries: Iterable[Entry], layer: Layer, theirs: str) -> list[Entry]
     """Return the entries whose parameters the layer has, or raise where it has some that none of them holds."""
     own = layer.parameters()
     kept = [entry for entry in entries if set(entry.ours) <= set(own)]
-    beyond = sorted(set(own) - {name for entry in kept for name in entry.ours})
-    if beyond:
-        raise ArgumentError(
-            f"layers: expected what {theirs} has as well, got a {type(layer).__name__} with {listed(beyond)}"
-        )
+    _expect_nothing(sorted(set(own) - {name for entry in kept for name in entry.ours}), layer, theirs)
     return kept
 
 
@@ -48,9 +43,13 @@ def expect_options(layer: Layer, theirs: str, **expected: Any) -> None:
     """Require options of a layer that their layer cannot have otherwise: the same weights would compute another."""
     config = layer.config()
     others = [f"{name}={config[name]!r}" for name, value in expected.items() if config[name] != value]
-    if others:
+    _expect_nothing(others, layer, theirs)
+
+
+def _expect_nothing(beyond: Sequence[str], layer: Layer, theirs: str) -> None:
+    if beyond:
         raise ArgumentError(
-            f"layers: expected what {theirs} has as well, got a {type(layer).__name__} with {', '.join(others)}"
+            f"layers: expected what {theirs} has as well, got a {type(layer).__name__} with {_listed(beyond)}"
         )
 
 
@@ -76,7 +75,7 @@ def expect_fitting(
     argument: str, arrays: Any, shapes: Mapping[str, Shape], whose: str,
     passed_over: Callable[[str], bool] = lambda name: False,
 ) -> None:  # fmt: skip
-    """Require arrays of these names and shapes, or tell all that is wrong with them at once."""
+    """Require arrays of these names and shapes, or raise one error with all that is wrong with them."""
     if not isinstance(arrays, Mapping):
         raise CheckpointError(f"{argument}: expected a dict of arrays by name, got {type(arrays).__name__}")
     faults = {
@@ -88,7 +87,7 @@ def expect_fitting(
             if name in arrays and _outline(arrays[name]) != str(shape)
         ],
     }
-    found = [f"{what} {listed(names)}" for what, names in faults.items() if names]
+    found = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
     if found:
         raise CheckpointError(f"{argument}: expected the names and shapes {whose}, but {'; '.join(found)}")
 
@@ -98,8 +97,8 @@ def expect_fitting(
 
 def _parted(x: Array, entry: Entry, shapes: Mapping[str, Shape]) -> dict[str, Array]:
     xp, together = registry.owner(x, entry.theirs).namespace(), _together(entry, shapes)
-    x = xp.reshape(x, together[::-1] if entry.turned else together)
-    x = xp.matrix_transpose(x) if entry.turned else x
+    x = xp.reshape(x, together[::-1] if entry.transposed else together)
+    x = xp.matrix_transpose(x) if entry.transposed else x
     parts, at = {}, 0
     for name in entry.ours:
         width = shapes[name][-1]
@@ -111,7 +110,7 @@ def _parted(x: Array, entry: Entry, shapes: Mapping[str, Shape]) -> dict[str, Ar
 def _joined(parts: list[Array], entry: Entry, shapes: Mapping[str, Shape]) -> Array:
     xp = place_of(dict(zip(entry.ours, parts, strict=True))).backend.namespace()
     x = parts[0] if len(parts) == 1 else xp.concat(parts, axis=-1)
-    x = _in_c_order(xp, xp.matrix_transpose(x) if entry.turned else x)
+    x = _in_c_order(xp, xp.matrix_transpose(x) if entry.transposed else x)
     return xp.reshape(x, _shape(entry, shapes))
 
 
@@ -128,8 +127,12 @@ def _together(entry: Entry, shapes: Mapping[str, Shape]) -> Shape:
 
 def _shape(entry: Entry, shapes: Mapping[str, Shape]) -> Shape:
     together = _together(entry, shapes)
-    return entry.shape or (together[::-1] if entry.turned else together)
+    return entry.shape or (together[::-1] if entry.transposed else together)
 
 
 def _outline(x: Any) -> str:
     return str(tuple(x.shape)) if registry.looks_like_array(x) else type(x).__name__
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ...backend import Array
 from ...errors import ArgumentError
 from ...layers import Layer
-from ._entries import Shape, expect_fitting
+from ._entries import Entry, Shape, expect_fitting
 
-__all__ = ["Layers", "dotted", "load", "parameters_of", "parts_of", "shapes_of"]
+__all__ = ["Layers", "dotted", "entries_of", "load", "parameters_of", "parts_of", "shapes_of"]
 
 Layers = Layer | Mapping[str, Layer]
 
@@ -67,7 +67,7 @@ def load(layers: Layers, parameters: Mapping[str, Array]) -> None:
         for part, layer in parts_of(layers).items()
     ]
     for layer, of_layer in of_parts:
-        layer._check(of_layer)
+        layer.expect_parameters(of_layer)
     for layer, of_layer in of_parts:
         layer.load_parameters(of_layer)
 
@@ -89,3 +89,12 @@ def dotted(part: str, name: str, separator: str = ".") -> str:
 def shapes_of(layers: Layers) -> dict[str, Shape]:
     """Return the shape of every parameter by name."""
     return {name: tuple(x.shape) for name, x in parameters_of(layers).items()}
+
+
+def entries_of(layers: Layers, of_layer: Callable[[str, Layer], Iterable[Entry]], separator: str = ".") -> list[Entry]:
+    """Return the entries of one layer or of several, under the names of both sides in the whole model."""
+    return [
+        entry.within(dotted(part, "", separator), dotted(part, ""))
+        for part, layer in parts_of(layers).items()
+        for entry in of_layer(part, layer)
+    ]

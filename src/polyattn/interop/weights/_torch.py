@@ -9,7 +9,7 @@ from ...backend import Array
 from ...errors import ArgumentError
 from ...layers import Embedding, Layer, LayerNorm, MultiHeadAttention, Projection, RMSNorm, TransformerBlock
 from ._entries import Entry, covering, expect_options, read, write
-from ._layers import Layers, dotted, parts_of, shapes_of
+from ._layers import Layers, dotted, entries_of, shapes_of
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -45,10 +45,11 @@ def from_torch(state: Mapping[str, Array], layers: Layers) -> dict[str, Array]:
     >>> from_torch({"weight": np.ones((2, 4)), "bias": np.zeros(2)}, pa.Projection(4, 2))["weight"].shape
     (4, 2)
     """
-    parts = parts_of(layers)
-    separate = {part: isinstance(state, Mapping) and dotted(part, "q_proj_weight") in state for part in parts}
-    entries = [entry for part, layer in parts.items() for entry in _entries(part, layer, separate[part])]
-    return read("state", state, entries, shapes_of(layers), "that torch has for these layers")
+
+    def entries(part: str, layer: Layer) -> list[Entry]:
+        return _entries(layer, isinstance(state, Mapping) and dotted(part, "q_proj_weight") in state)
+
+    return read("state", state, entries_of(layers, entries), shapes_of(layers), "that torch has for these layers")
 
 
 def to_torch(parameters: Mapping[str, Array], layers: Layers, *, packed: bool = True) -> dict[str, Array]:
@@ -85,34 +86,33 @@ def to_torch(parameters: Mapping[str, Array], layers: Layers, *, packed: bool = 
     >>> {name: x.shape for name, x in to_torch(parameters_of(layer), layer).items()}  # doctest: +NORMALIZE_WHITESPACE
     {'in_proj_weight': (24, 8), 'in_proj_bias': (24,), 'out_proj.weight': (8, 8), 'out_proj.bias': (8,)}
     """
-    entries = [entry for part, layer in parts_of(layers).items() for entry in _entries(part, layer, not packed)]
-    return write(parameters, entries, shapes_of(layers))
+    return write(parameters, entries_of(layers, lambda part, layer: _entries(layer, not packed)), shapes_of(layers))
 
 
-def _both(theirs: str, ours: str, turned: bool = False) -> tuple[Entry, ...]:
-    return Entry(f"{theirs}weight", (f"{ours}weight",), turned), Entry(f"{theirs}bias", (f"{ours}bias",))
+def _pair(theirs: str, ours: str, transposed: bool = False) -> tuple[Entry, ...]:
+    return tuple(Entry(theirs + kind, (ours + kind,), transposed and kind == "weight") for kind in ("weight", "bias"))
 
 
 def _of_all(kind: str) -> tuple[str, ...]:
     return tuple(f"{x}_proj.{kind}" for x in "qkv")
 
 
-PLAIN = _both("", "")
+LINEAR, PLAIN = _pair("", "", transposed=True), _pair("", "")
 PACKED = (
-    Entry("in_proj_weight", _of_all("weight"), turned=True),
+    Entry("in_proj_weight", _of_all("weight"), transposed=True),
     Entry("in_proj_bias", _of_all("bias")),
-    *_both("out_proj.", "out_proj.", turned=True),
+    *_pair("out_proj.", "out_proj.", transposed=True),
 )
-SEPARATE = (*(Entry(f"{x}_proj_weight", (f"{x}_proj.weight",), turned=True) for x in "qkv"), *PACKED[1:])
+SEPARATE = (*(Entry(f"{x}_proj_weight", (f"{x}_proj.weight",), transposed=True) for x in "qkv"), *PACKED[1:])
 BLOCK = (
     *(entry.within("self_attn.", "attention.") for entry in PACKED),
-    *_both("linear1.", "feed_forward.up_proj.", turned=True),
-    *_both("linear2.", "feed_forward.down_proj.", turned=True),
-    *_both("norm1.", "norm1."),
-    *_both("norm2.", "norm2."),
+    *_pair("linear1.", "feed_forward.up_proj.", transposed=True),
+    *_pair("linear2.", "feed_forward.down_proj.", transposed=True),
+    *_pair("norm1.", "norm1."),
+    *_pair("norm2.", "norm2."),
 )
 KINDS: dict[type[Layer], tuple[str, tuple[Entry, ...]]] = {
-    Projection: ("nn.Linear", _both("", "", turned=True)),
+    Projection: ("nn.Linear", LINEAR),
     LayerNorm: ("nn.LayerNorm", PLAIN),
     RMSNorm: ("nn.RMSNorm", PLAIN),
     Embedding: ("nn.Embedding", PLAIN),
@@ -121,7 +121,7 @@ KINDS: dict[type[Layer], tuple[str, tuple[Entry, ...]]] = {
 }
 
 
-def _entries(part: str, layer: Layer, separate: bool) -> list[Entry]:
+def _entries(layer: Layer, separate: bool) -> list[Entry]:
     theirs, entries = KINDS.get(type(layer), (None, ()))
     if theirs is None:
         known = ", ".join(kind.__name__ for kind in KINDS)
@@ -130,8 +130,7 @@ def _entries(part: str, layer: Layer, separate: bool) -> list[Entry]:
         expect_options(layer, theirs, **_options(layer.config()))
     if isinstance(layer, MultiHeadAttention) and (separate or {layer.d_key, layer.d_value} != {layer.d_model}):
         entries = SEPARATE
-    prefix = dotted(part, "")
-    return [entry.within(prefix, prefix) for entry in covering(entries, layer, theirs)]
+    return covering(entries, layer, theirs)
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:

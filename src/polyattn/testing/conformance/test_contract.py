@@ -53,7 +53,6 @@ def test_registry_finds_the_owner(contract: Any, make: Any) -> None:
 
 
 def test_array_modules_name_the_library(contract: Any, make: Any) -> None:
-    assert contract.imported()
     assert any(module in sys.modules for module in contract.array_modules)
     # A class of the arrays, or a base of one, is defined in one of the modules (or their implementation, "jaxlib").
     homes = {base.__module__.partition(".")[0] for base in type(make([1.0])).__mro__} - {"builtins"}
@@ -97,24 +96,19 @@ def test_asarray_takes_its_own(contract: Any, make: Any, to_np: Any) -> None:
     np.testing.assert_array_equal(to_np(copied), to_np(x))
 
 
-def test_on_host_and_pinned(contract: Any, make: Any) -> None:
-    x = make([1.0, 2.0])
-    assert isinstance(contract.on_host(x), bool)
-    assert contract.pinned(x) is None
+def test_ordinary_arrays_may_be_used_and_moved(contract: Any, make: Any) -> None:
+    for x in (make([1.0, 2.0]), make(1.0)):
+        state = contract.state(x)
+        assert (state.unusable, state.captive) == (None, None)
+        assert isinstance(state.readable, bool)
 
 
-def test_to_numpy_and_viewable(contract: Any, make: Any) -> None:
-    """A view is of the array's own memory, wherever the contract says that it is one."""
+def test_to_numpy_shares_memory_where_it_says_so(contract: Any, make: Any) -> None:
     x = make([1.0, 2.0])
     views = [contract.to_numpy(x), contract.to_numpy(x)]
     assert all(isinstance(view, np.ndarray) for view in views)
     np.testing.assert_array_equal(views[0], [1.0, 2.0])
-    assert np.shares_memory(*views) == contract.viewable(x)
-
-
-def test_ordinary_arrays_are_fit(contract: Any, make: Any) -> None:
-    assert contract.unfit(make([1.0, 2.0])) is None
-    assert contract.unfit(make(1.0)) is None
+    assert np.shares_memory(*views) == contract.shares(x)
 
 
 def test_scope_leaves_nothing_behind(contract: Any, make: Any, xp: Any) -> None:
@@ -197,13 +191,19 @@ def test_differentiable_computes_the_forward(contract: Any, make: Any, to_np: An
     def backward(dy: Any, saved: Any) -> Any:
         return xp.multiply(dy, saved[1]), xp.multiply(dy, saved[0])
 
-    product = contract.differentiable(forward, backward)(make([1.0, 2.0]), make([3.0, 4.0]))
-    np.testing.assert_array_equal(to_np(product), [3.0, 8.0])
+    product = contract.differentiable(forward, backward)
+    if product is None:  # the library does not differentiate
+        return
+    np.testing.assert_array_equal(to_np(product(make([1.0, 2.0]), make([3.0, 4.0]))), [3.0, 8.0])
 
 
-def test_synchronize(contract: Any, make: Any) -> None:
-    contract.synchronize()
-    contract.synchronize(make([1.0]), make([2.0]))
+def test_synchronize_waits_for_the_results(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
+    """Once it returns, memory shared with NumPy holds the results; without arrays there is nothing to wait for."""
+    x = make(np.ones((64, 64)))
+    y = xp.matmul(x, x)
+    assert contract.synchronize(x, y) is None
+    assert contract.synchronize() is None
+    np.testing.assert_array_equal(to_np(y), np.full((64, 64), 64.0))
 
 
 def test_kernels_have_names_of_their_own(contract: Any) -> None:

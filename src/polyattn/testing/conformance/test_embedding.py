@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import polyattn as pa
+from polyattn.backend import ArrayState
 from polyattn.testing import assert_close, slopes_agree
 from polyattn.testing import references as ref
 
@@ -83,11 +84,13 @@ def test_bad_arguments(make: Any) -> None:
 def test_indices_out_of_range(contract: Any, make: Any, to_np: Any, monkeypatch: Any, wrong: Any) -> None:
     """Refused where they can be seen; elsewhere such an index gives zeros and moves no row, whatever comes back."""
     indices = make([1, wrong], "int32")
-    if contract.on_host(indices):
+    if contract.state(indices).readable:
         for call in (F.embedding, F.embedding_forward):
             with pytest.raises(pa.ArgumentError, match=rf"indices: .*\[0, 5\), got {wrong}"):
                 call(indices, make(WEIGHT))
-    monkeypatch.setattr(type(contract), "on_host", lambda self, x: False)  # as on a device, or in a trace
+    monkeypatch.setattr(
+        type(contract), "state", lambda self, x: ArrayState(readable=False)
+    )  # as on a device, or in a trace
     y, cache = F.embedding_forward(indices, make(WEIGHT))
     np.testing.assert_array_equal(to_np(y), [WEIGHT[1], np.zeros(4)])
     dweight = to_np(F.embedding_backward(make([[1.0] * 4, [np.nan] * 4]), cache).weight)

@@ -143,6 +143,106 @@ def test_clipping(make: Any, to_np: Any) -> None:
     np.testing.assert_array_equal(to_np(same["a"]), [3.0, 0.0])
 
 
+# ---- both ends of the range: the references compute in float64, whose range is the square of float32's ---------------
+
+EXTREMES: dict[str, Any] = {
+    "one large": ([2e19, *[1.0] * 50], {}),
+    "one larger": ([1e30, *[1.0] * 50], {}),
+    "one of the largest": ([3e38, *[1.0] * 50], {}),
+    "all of the largest": ([3e38, -2e38, 3e38, 1e38], {}),
+    "larger and larger": ([1.0, 1e10, 1e20, 1e30, 1e38], {}),
+    "small": ([1e-23, -2e-23, 1e-23], {"eps": 0.0}),
+    "smaller": ([1e-30, 3e-31, -1e-30, 1e-30], {"eps": 0.0}),
+    "smaller and smaller": ([1.0, 1e-10, 1e-20, 1e-30, *[0.0] * 5], {"eps": 0.0}),
+    "small, then ordinary": ([1e-30, 1e-30, 1.0, 0.5], {"eps": 0.0}),
+    "small inside a root": ([1e-12, 1e-18, 1e-12], {"eps": 0.0, "eps_root": 1e-30}),
+    "large inside a root": ([1e25, 1e18, 1.0], {"eps": 0.0, "eps_root": 1e-8}),
+}
+
+
+@pytest.mark.parametrize("case", EXTREMES)
+def test_adamw_at_the_ends_of_the_range(make: Any, to_np: Any, dtype: Any, case: Any) -> None:
+    """Every finite gradient has the update of the formula; torch's parameter is at 0.403, too, after the first case."""
+    gradients, settings = EXTREMES[case]
+    if dtype == "float16":
+        gradients = np.copysign(np.clip(np.abs(gradients), 2.0**-14, 65504), gradients)
+    given = [to_np(make([g, g], dtype)).astype(np.float64) for g in gradients]
+    settings = {"weight_decay": 0.0, **settings}
+    optimizer = pa.optim.AdamW(lr=0.1, **settings)
+    params, state = steps(optimizer, make, {"p": make([1.0, 0.0], "float32")}, [{"p": g} for g in given], dtype)
+    assert_close(to_np(params["p"]), ref.adamw([1.0, 0.0], given, 0.1, **settings), "float32", scale=1.0)
+    if case == "one large" and dtype != "float16":
+        assert abs(float(to_np(params["p"])[0]) - 0.403) < 1e-3
+    assert all(np.isfinite(to_np(x)).all() for x in state.values())
+
+
+def test_adamw_at_the_ends_of_float64(make: Any, to_np: Any) -> None:
+    """The first update is the rate in the direction of the gradient, whatever its size."""
+    optimizer = pa.optim.AdamW(lr=0.1, eps=0.0, weight_decay=0.0)
+    gradient = np.array([1e200, -1e200, 1e308, 1e-200, -1e-300, 1e160, 1e-160])
+    params, state = steps(optimizer, make, {"p": make(np.zeros(7))}, [{"p": gradient}])
+    assert_close(to_np(params["p"]), -0.1 * np.sign(gradient))
+    assert_close(-to_np(state["square.p"]) / np.abs(gradient), np.full(7, 0.001**0.5))  # roots, as their sign says
+
+
+def test_ordinary_states_hold_squares(make: Any, to_np: Any) -> None:
+    """So a state of before, which has squares alone, goes on as it did."""
+    optimizer = pa.optim.AdamW(lr=0.1)
+    gradient = np.array([1e-12, 1.0, 1e15], np.float32)
+    _, state = steps(optimizer, make, {"p": make(np.ones(3), "float32")}, [{"p": gradient}] * 2, "float32")
+    square = np.float32(0.001) * gradient.astype(np.float64) ** 2
+    assert_close(to_np(state["square.p"]) / (0.999 * square + square), np.ones(3), "float32")
+
+
+SUMS: dict[str, Any] = {
+    "decay": (3e38, [3e38], {"weight_decay": 1.0}),
+    "momentum": (1.0, [3e38, 2e37], {"momentum": 0.1}),
+    "nesterov": (1.0, [3e38], {"momentum": 0.9, "nesterov": True}),
+    "both": (3e38, [-3e38, 3e38], {"momentum": 0.5, "weight_decay": 2.0}),
+    "small": (0.0, [1e-36, 1e-36], {"momentum": 0.5}),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sgd_at_the_ends_of_the_range(make: Any, to_np: Any, case: Any) -> None:
+    start, gradients, settings = SUMS[case]
+    optimizer = pa.optim.SGD(lr=2.0**-4, **settings)
+    params, _ = steps(optimizer, make, {"p": make([start], "float32")}, [{"p": [g]} for g in gradients], "float32")
+    want = ref.sgd(to_np(make([start], "float32")), [[g] for g in gradients], 2.0**-4, **settings)
+    assert_close(to_np(params["p"]), want, "float32")
+
+
+@pytest.mark.parametrize("size", [3e38, 1e30, 1e19, 1e-19, 1e-30, 1e-37])
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e30])
+def test_clipping_at_the_ends_of_the_range(make: Any, to_np: Any, size: Any, max_norm: Any) -> None:
+    """The norm, 10 · size, may overflow; the clipped gradients are what they are in exact arithmetic."""
+    grads = {"a": np.full((4, 4), size), "b": np.full(84, -size)}
+    clipped, norm = pa.optim.clip_by_global_norm(native(make, grads, "float32"), max_norm)
+    assert_close(to_np(norm), np.inf if size > 1e38 else 10 * size, "float32")
+    for name, x in grads.items():
+        assert_close(to_np(clipped[name]), x * min(1.0, max_norm / (10 * size)), "float32")
+
+
+def test_clipping_of_two_dtypes(make: Any, to_np: Any) -> None:
+    """Both are scaled in the wider one, whose largest number the narrower does not hold."""
+    grads = {"a": make([1e-300], "float64"), "b": make([0.0], "float32")}
+    clipped, _ = pa.optim.clip_by_global_norm(grads, 1e-301)
+    assert_close(to_np(clipped["a"]), [1e-301])
+    assert_close(to_np(clipped["b"]), [0.0], "float32")
+    clipped, _ = pa.optim.clip_by_global_norm({**grads, "b": make([3e38], "float32")}, 1.0)
+    assert_close(to_np(clipped["b"]), [1.0], "float32")
+
+
+def test_the_number_of_updates_ends_at_the_largest_integer(make: Any, to_np: Any) -> None:
+    optimizer = pa.optim.AdamW(pa.optim.linear_warmup(pa.optim.cosine(0.1, 10**12, final=0.05), 10), weight_decay=0.0)
+    params = {"p": make([1.0], "float32")}
+    state = {**optimizer.init(params), "step": make(2**31 - 2, "int32")}
+    for _ in range(3):
+        params, state = optimizer.update({"p": make([1.0], "float32")}, state, params)
+    assert int(to_np(state["step"])) == 2**31 - 1
+    assert np.isfinite(to_np(params["p"])).all()
+
+
 def test_under_the_compiler(contract: Any, make: Any, to_np: Any) -> None:
     optimizer = pa.optim.AdamW(lr=0.1)
     update = contract.jit(optimizer.update)

@@ -1,0 +1,122 @@
+"""Checks of arguments, and the errors that they raise.
+
+``is_…`` answers a question; ``expect_…`` raises what is wrong with an argument; ``checked_…`` raises too, and returns
+the argument as it is used.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..backend import Array, dtype_name
+from ..errors import BackendMismatchError, DTypeError, ShapeError
+from ..kernels import FLOAT_DTYPES
+from ..registry import looks_like_array
+
+
+class ShapeDtype(NamedTuple):
+    """The shape and dtype of an array that does not exist yet, or need not be looked at."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+
+FLOATING = frozenset(FLOAT_DTYPES)
+
+
+def is_floating(x: Array) -> bool:
+    """Say whether an array holds real floating-point numbers of a kind we compute with."""
+    return dtype_name(x.dtype) in FLOAT_DTYPES
+
+
+def is_integer(x: Array) -> bool:
+    """Say whether an array holds integers (booleans are none)."""
+    return dtype_name(x.dtype).removeprefix("u").startswith("int")
+
+
+def expect_floating(**arrays: Array | None) -> None:
+    """Require arrays of a real floating dtype."""
+    for name, dtype in _dtypes(arrays).items():
+        if dtype not in FLOATING:
+            raise DTypeError(f"{name}: expected a floating dtype ({', '.join(FLOAT_DTYPES)}), got {dtype}")
+
+
+def expect_dtype(dtype: str, whose: str, **arrays: Array | None) -> None:
+    """Require floating arrays of one given dtype: ``whose`` it is, the message says."""
+    for name, found in _dtypes(arrays).items():
+        if found != dtype:
+            expect_floating(**{name: arrays[name]})
+            raise DTypeError(f"{name}: expected {dtype}, {whose} dtype, got {found}")
+
+
+def checked_dtype(dtype: Any) -> str:
+    """Return the name of a dtype that parameters and the like may have."""
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    if name not in FLOAT_DTYPES:
+        raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {shown(dtype)}")
+    return name
+
+
+def expect_one_dtype(**arrays: Array | None) -> None:
+    """Require floating arrays of one and the same dtype."""
+    dtypes = _dtypes(arrays)
+    found = set(dtypes.values())
+    if not found <= FLOATING:
+        expect_floating(**arrays)
+    if len(found) > 1:
+        raise DTypeError(f"expected one dtype, got {', '.join(f'{name} {dtype}' for name, dtype in dtypes.items())}")
+
+
+def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    """Require an exact shape."""
+    if tuple(x.shape) != tuple(shape):
+        raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def expect_rank(name: str, x: Array, rank: int) -> None:
+    """Require at least so many axes."""
+    if not hasattr(x, "ndim"):
+        raise _no_array(name, x)
+    if x.ndim < rank:
+        least = "1 axis" if rank == 1 else f"{rank} axes"
+        raise ShapeError(f"{name}: expected at least {least}, got shape {tuple(x.shape)}")
+
+
+def expect_arrays(**arrays: Array) -> None:
+    """Require arrays, where nothing else is known of them yet."""
+    for name, x in arrays.items():
+        if not looks_like_array(x):
+            raise _no_array(name, x)
+
+
+def is_number(x: Any) -> bool:
+    """Say whether a static argument is a real number, Python's or NumPy's, and no boolean."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def shown(x: Any) -> str:
+    """Return a wrong argument as a message shows it: as it is written where that is short, else its type."""
+    text = repr(x)
+    return text if len(text) <= 40 and "\n" not in text else type(x).__name__
+
+
+def _dtypes(arrays: Mapping[str, Array | None]) -> dict[str, str]:
+    """Return the names of the dtypes of the arrays that are given; BackendMismatchError where one is no array."""
+    dtypes = {}
+    for name, x in arrays.items():
+        if x is not None:
+            if not looks_like_array(x):
+                raise _no_array(name, x)
+            dtypes[name] = dtype_name(x.dtype)
+    return dtypes
+
+
+def _no_array(name: str, x: object) -> BackendMismatchError:
+    return BackendMismatchError(f"{name}: expected an array, got {type(x).__name__}")

@@ -1,0 +1,142 @@
+"""The arguments of multi-head attention: checked, and divided into arrays and static arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..backend import Array, Place
+from ..errors import ArgumentError, BackendMismatchError, ShapeError
+from ..functional._arguments import (
+    Arguments,
+    broadcast_lead,
+    checked_options,
+    expect_broadcastable,
+    expect_keywords,
+)
+from ..functional._checks import ShapeDtype, expect_dtype, expect_rank, shown
+from ..functional._rotary_embedding import DEFAULT_BASE, Rotation, checked_rotation, expect_positions
+from ..kernels import Sizes
+from ..kv_cache import KVCache, PagedKVCache, SlidingKVCache
+
+if TYPE_CHECKING:
+    from ._multi_head_attention import MultiHeadAttention
+
+NORMS = ("layer", "rms")
+ROTARY: dict[str, Any] = {"base": DEFAULT_BASE, "dim": None, "interleaved": False, "scaling": None}
+"""The settings of a rotary embedding, and what they are where they are not given."""
+
+
+def checked_norm(name: str, norm: Any) -> str:
+    """Return the name of a norm."""
+    if norm not in NORMS:
+        raise ArgumentError(f"{name}: expected one of {', '.join(NORMS)}, got {shown(norm)}")
+    return str(norm)
+
+
+def checked_rotary(rotary: Any, head_dim: int) -> tuple[dict[str, Any] | None, Rotation | None]:
+    """Return all settings of a rotary embedding, and its rotation; None twice where there is none."""
+    if rotary is None or rotary is False:
+        return None, None
+    given = {} if rotary is True else rotary
+    if not isinstance(given, Mapping) or not set(given) <= set(ROTARY):
+        raise ArgumentError(f"rotary: expected True, or a dict with some of {', '.join(ROTARY)}, got {shown(rotary)}")
+    settings = {**ROTARY, **given}
+    if settings["dim"] is None and head_dim % 2:
+        raise ShapeError(f"head_dim: expected an even number to rotate, got {head_dim}; rotary's dim rotates fewer")
+    return settings, checked_rotation(ShapeDtype((head_dim,), None), **settings)
+
+
+class Inputs(NamedTuple):
+    """What a call projects to queries, keys and values, each array once."""
+
+    query: Array
+    key: Array | None = None
+    """None where it is the query."""
+    value: Array | None = None
+    """None where it is the query (``value_is_query``) or the key."""
+    value_is_query: bool = False
+
+    @property
+    def sources(self) -> tuple[Array, Array]:
+        """What keys and values are projected from."""
+        key = self.query if self.key is None else self.key
+        return key, self.value if self.value is not None else self.query if self.value_is_query else key
+
+
+def checked_inputs(
+    layer: MultiHeadAttention, query: Array, key: Array | None = None, value: Array | None = None
+) -> Inputs:
+    """Return the inputs, each array once, or raise what is wrong with them."""
+    expect_dtype(layer.dtype, "the layer's", query=query, key=key, value=value)
+    key = None if key is query else key
+    of_key, of_value = Inputs(query, key, value).sources
+    value_is_query = of_value is query
+    inputs = Inputs(query, key, None if value_is_query or of_value is of_key else value, value_is_query)
+    widths = {"query": layer.d_model, "key": layer.d_key, "value": layer.d_value}
+    for (name, width), x in zip(widths.items(), (query, of_key, of_value), strict=True):
+        if name == "query" or x is not query:
+            expect_rank(name, x, 2)
+        if x.shape[-1] != width:
+            raise ShapeError(f"{name}: expected (…, n, {width}), got {tuple(x.shape)}")
+    if of_value.shape[-2] != of_key.shape[-2]:
+        raise ShapeError(f"value: expected key's n_k={of_key.shape[-2]} rows, got {tuple(of_value.shape)}")
+    return inputs
+
+
+def checked_arguments(
+    layer: MultiHeadAttention, arguments: dict[str, Any], query: Array, key: Array | None = None,
+    value: Array | None = None,
+) -> Arguments:  # fmt: skip
+    """Return the arrays and the static arguments of a call by name, or raise what is wrong with them."""
+    positions = arguments.pop("positions", None)
+    expect_keywords(type(layer).__name__, arguments, "scale", *(("sinks",) if layer.sinks else ()))
+    inputs = checked_inputs(layer, query, key, value)
+    of_key, of_value = inputs.sources
+    rotated = {} if positions is None else checked_positions(positions, query, inputs.key, layer.rotation)
+    lead = (x.shape[:-2] for x in (query, of_key, of_value))
+    batch = broadcast_lead({"query": query, "key": of_key, "value": of_value}, *lead)
+    sizes = Sizes(
+        batch, layer.num_heads, layer.num_kv_heads, query.shape[-2], of_key.shape[-2], layer.head_dim, layer.value_dim
+    )
+    if layer.window is not None:
+        arguments = {"window": layer.window, **arguments}
+    arrays, options = checked_options(sizes, scale=layer.score_scale(), **arguments)
+    if layer.rotation is not None and positions is None and "q_offset" in arrays:
+        expect_broadcastable("q_offset", arrays["q_offset"], tuple(query.shape[:-2]), "query's leading axes")
+    given = {"query": query, "key": inputs.key, "value": inputs.value, **arrays, **rotated}
+    options["value_is_query"] = inputs.value_is_query
+    return Arguments({name: x for name, x in given.items() if x is not None}, options)
+
+
+def checked_positions(positions: Any, query: Array, key: Array | None, rotation: Rotation | None) -> dict[str, Array]:
+    """Return the positions of the queries and of the keys by name, where they are given."""
+    if rotation is None:
+        raise ArgumentError("positions: expected none, since the layer has no rotary embedding")
+    if not isinstance(positions, tuple | list):
+        if key is not None:
+            raise ArgumentError("positions: expected a pair (those of the query, those of the key), got one for both")
+        positions = (positions, positions)
+    if len(positions) != 2:
+        raise ArgumentError(f"positions: expected integers or a pair of them, got {len(positions)}")
+    for of, x in zip(positions, (query, query if key is None else key), strict=True):
+        expect_positions("positions", of, tuple(x.shape[:-2]), x.shape[-2])
+    return {"positions": positions[0], "key_positions": positions[1]}
+
+
+def checked_decoding(layer: MultiHeadAttention, cache: Any, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the cache's attention, once the cache and they are what a layer can decode with."""
+    if not isinstance(cache, KVCache | PagedKVCache | SlidingKVCache):
+        raise ArgumentError(f"cache: expected a KVCache or one of its kinds, got {type(cache).__name__}")
+    if cache.place.backend is not place.backend or cache.place.device != place.device:
+        raise BackendMismatchError(f"cache: expected one on {place}, to which the layer is bound, got {cache!r}")
+    own = ("scale", *cache.OWN, *(("sinks",) if layer.sinks else ()))
+    expect_keywords(f"{type(layer).__name__}.decode", arguments, *own)
+    if layer.window is not None and "window" not in arguments:
+        if not isinstance(cache, SlidingKVCache):
+            arguments = {"window": layer.window, **arguments}
+        elif layer.window[0] != cache.window - 1:
+            raise ArgumentError(
+                f"cache: expected one that slides over the layer's window {layer.window}, got {cache.window}"
+            )
+    return {**arguments, "scale": layer.score_scale()}
