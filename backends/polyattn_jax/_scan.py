@@ -77,8 +77,12 @@ def backward(
 
 @mapped_over_heads
 def _forward(x: Operands) -> tuple[Array, Array, Array]:
-    """Return out ``(h, n_q, d_v)``, the largest score and the logarithm of the total, both ``(h, n_q)``."""
-    x, tiles, finite = in_units(x), tiles_of(x), _finite(x.v)
+    """Return out ``(h, n_q, d_v)``, the largest score and the logarithm of the total, both ``(h, n_q)``.
+
+    Few rows come here where the direct kernel's result is not finite. XLA sets memory aside for that in any case, so
+    their tiles are small.
+    """
+    x, tiles, finite = in_units(x), tiles_of(x, keys=128), _finite(x.v)
     (h, n_q, _), d_v, dtype = x.q.shape, x.v.shape[2], wide(x.q).dtype
 
     def one(i: Any, results: Any) -> Any:

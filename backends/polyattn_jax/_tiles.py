@@ -57,11 +57,11 @@ class Tiles(NamedTuple):
     heads: int
 
 
-def tiles_of(x: Operands) -> Tiles:
-    """Return tile lengths chosen from the shapes."""
+def tiles_of(x: Operands, keys: int | None = None) -> Tiles:
+    """Return tile lengths chosen from the shapes; few rows see all keys at once, or that many."""
     n_q, (u, n_k, _) = x.q.shape[1], x.k.shape
     if n_q * x.shared <= FEW:
-        return Tiles(Span(n_q, n_q), Span(n_k, n_k), u)
+        return Tiles(Span(n_q, n_q), _even(n_k, keys or n_k), u)
     queries = _even(n_q, max(SIDE // x.shared, 64))
     rows = queries.length * x.shared
     room = SCORES // (rows * min(n_k, SIDE))

@@ -85,10 +85,11 @@ def is_moderate(q: Array, k: Array, scale: Any, largest: Array) -> Array:
     return (scores <= LARGE) & (jnp.max(jnp.abs(_finite(largest))) <= LARGE)
 
 
-def log2_magnitude(x: Array, axes: tuple[int, ...] | None) -> Array:
-    """Return the base-2 logarithm of the largest finite absolute value, 0 where all are 0."""
-    largest = jnp.max(jnp.abs(_finite(x)), axis=axes)
-    return jnp.log2(jnp.where(largest > 0, largest, 1))
+def log2_magnitude(x: Array, axes: tuple[int, ...]) -> Array:
+    """Return the base-2 logarithm of the largest absolute value, 0 where all are 0; the dtype's end if not finite."""
+    largest = wide(jnp.maximum(jnp.max(x, axis=axes), -jnp.min(x, axis=axes)))  # XLA would hold abs(x) in memory
+    finite = jnp.isfinite(largest)
+    return jnp.where(finite, jnp.log2(jnp.where(finite & (largest > 0), largest, 1)), jnp.finfo(largest.dtype).maxexp)
 
 
 def _finite(x: Array) -> Array:

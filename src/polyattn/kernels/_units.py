@@ -40,14 +40,14 @@ def divided(x: Array, units: Units | None) -> Array:
 def fits(q: Array, k: Array, v: Array | None, problem: Problem) -> Array:
     """Return whether nothing in a forward can overflow, as a 0-d boolean array. q, k and v are in float32 at least.
 
-    Here and below, what is not finite counts for nothing: no other computation would change it.
+    False also where something is not finite: to leave that out would take copies of the arrays.
     """
     xp, sizes = problem.xp, problem.sizes
-    scores = magnitude(xp, q) * magnitude(xp, k) * (max(sizes.d_k, 1) * at_least_one(xp, problem.scale, q))
+    scores = bound(xp, q) * bound(xp, k) * (max(sizes.d_k, 1) * at_least_one(xp, problem.scale, q))
     result = xp.less(scores, 2.0 ** room_for_scores(scores, problem))
     if v is None:
         return result
-    return xp.logical_and(result, xp.less(magnitude(xp, v) * max(sizes.n_k, 1), 2.0 ** (exponents(scores) - 2)))
+    return xp.logical_and(result, xp.less(bound(xp, v) * max(sizes.n_k, 1), 2.0 ** (exponents(scores) - 2)))
 
 
 def is_moderate(
@@ -56,7 +56,7 @@ def is_moderate(
     """Return whether a backward may rely on statistics that another computation of the scores gave: 0-d, boolean.
 
     True where all scores are so small that their rounding does not show, and nothing can overflow. The arrays are in
-    float32 at least.
+    float32 at least. What is not finite counts for nothing: no other computation would change it.
     """
     xp, sizes = problem.xp, problem.sizes
     q, k, v = (only_finite(xp, x) for x in (q, k, v))
@@ -105,6 +105,14 @@ def only_finite(xp: Any, x: Array) -> Array:
     return xp.where(xp.isfinite(x), x, xp.zeros_like(x))
 
 
+def bound(xp: Any, x: Array, axis: int | None = None) -> Array:
+    """Return the largest absolute value, without a copy of the array; NaN where there is one. 0-d without an axis."""
+    if 0 in x.shape:
+        return xp.sum(x)
+    where: dict[str, Any] = {"axis": axis, "keepdims": axis is not None}
+    return xp.maximum(xp.max(x, **where), -xp.min(x, **where))
+
+
 def magnitude(xp: Any, x: Array) -> Array:
     """Return the largest finite absolute value, 0 where there is none: a 0-d array."""
     if 0 in x.shape:
@@ -113,11 +121,13 @@ def magnitude(xp: Any, x: Array) -> Array:
 
 
 def log2_magnitude(xp: Any, x: Array, axis: int | None) -> Array:
-    """Return the base-2 logarithm of the largest finite absolute value, 0 where all are 0; 0-d without an axis."""
+    """Return the base-2 logarithm of :func:`bound`, 0 where all are 0; of the dtype where not finite."""
     if 0 in x.shape:
         return xp.sum(x, axis=axis, keepdims=axis is not None)
-    largest = xp.max(xp.abs(only_finite(xp, x)), axis=axis, keepdims=axis is not None)
-    return xp.log2(xp.where(xp.greater(largest, 0), largest, xp.ones_like(largest)))
+    largest = bound(xp, x, axis)
+    finite, one = xp.isfinite(largest), xp.ones_like(largest)
+    log = xp.log2(xp.where(xp.logical_and(finite, xp.greater(largest, 0)), largest, one))
+    return xp.where(finite, log, xp.full_like(log, float(exponents(x))))
 
 
 def at_least_one(xp: Any, scale: Any, like: Array) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from ..backend import Array, Backend, Record, Structure, flatten
@@ -38,6 +38,7 @@ __all__ = ["OPERATION"]
 
 PAGED = ("k", "v", "bias", "mask", "q_segments", "k_segments", "owners", "numbers")
 """The arrays that have a page for their first axis; a structured bias's table has none."""
+FEW = 4
 
 
 class Group(NamedTuple):
@@ -71,6 +72,13 @@ class Reading(Record):
     def groups(self) -> int:
         """How many groups there are; the last overlaps the one before where the number of pages asks for it."""
         return -(-self._total // self.pages)
+
+    @property
+    def few(self) -> Reading:
+        """The same with few pages at a time, for what copies them; a compiler sets memory aside for it in any case."""
+        pages = min(self.pages, FEW)
+        sizes = self.options["sizes"]._replace(batch=(pages,))
+        return replace(self, pages=pages, options=self.options | {"sizes": sizes})
 
     @property
     def device(self) -> str | None:
@@ -173,12 +181,13 @@ def _read(reading: Reading) -> tuple[Array, RowStatistics]:
 
     def careful() -> tuple[Array, RowStatistics]:
         units, unit = row_units(q, k, problem), value_unit(v, problem)
+        few = reading.few
 
         def of_pages(group: Group) -> Sums:
             v_t = divided(widen(xp, group.v), unit)
             return tiled_sums(group.q, group.k, v_t, group.problem, group.rows_of(units))
 
-        out, statistics = finished(xp, over_groups(reading, of_pages, d_v, units), units)
+        out, statistics = finished(xp, over_groups(few, of_pages, d_v, units), units)
         return cast(xp, multiplied(out, unit), x["q"].dtype), statistics
 
     return backend.cond(fits(q, k, v, problem), ordinary, careful)  # type: ignore[no-any-return]
@@ -247,13 +256,13 @@ def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
 
     def careful() -> AttentionGrads:
         units, unit = row_units(q, k, problem), gradient_unit(dout_, v, problem)
-        small = divided(dout_, unit)
+        small, few = divided(dout_, unit), reading.few
 
         def rows_of_pages(group: Group) -> Sums:
             dout_t = xp.take(small, group.entries, axis=0)
             return tiled_rows(dout_t, group.q, group.k, group.v, group.problem, group.rows_of(units))
 
-        row = over_groups(reading, rows_of_pages, 1, units)
+        row = over_groups(few, rows_of_pages, 1, units)
         means = row.out / nonzero(xp, row.total)
         largest, log_total, shift = (xp.squeeze(y, axis=-1) for y in (row.largest, xp.log(row.total), -means))
         rows = Rows(largest, log_total, shift, units)
@@ -263,7 +272,7 @@ def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
             rows_t = Rows(own[0], own[1], own[2], group.rows_of(units))
             return tiled_gradients(dout_t, group.q, group.k, group.v, rows_t, group.problem)
 
-        grads = summed_over_groups(reading, of_pages)
+        grads = summed_over_groups(few, of_pages)
         return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows, unit)
 
     moderate = is_moderate(q, k, v, statistics, problem, dout_)
