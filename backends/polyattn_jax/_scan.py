@@ -82,7 +82,7 @@ def _forward(x: Operands) -> tuple[Array, Array, Array]:
     Few rows come here where the direct kernel's result is not finite. XLA sets memory aside for that in any case, so
     their tiles are small.
     """
-    x, tiles, finite = in_units(x), tiles_of(x, keys=128), _finite(x.v)
+    x, tiles, finite = in_units(x), tiles_of(x, small=True), _finite(x.v)
     (h, n_q, _), d_v, dtype = x.q.shape, x.v.shape[2], wide(x.q).dtype
 
     def one(i: Any, results: Any) -> Any:

@@ -38,7 +38,7 @@ __all__ = ["OPERATION"]
 
 PAGED = ("k", "v", "bias", "mask", "q_segments", "k_segments", "owners", "numbers")
 """The arrays that have a page for their first axis; a structured bias's table has none."""
-FEW = 4
+FEW = 2
 
 
 class Group(NamedTuple):
