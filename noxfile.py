@@ -104,6 +104,14 @@ def flax_sdist(session: nox.Session) -> str:
 
 
 @nox.session
+def compile(session: nox.Session) -> None:
+    """Run all of the table of torch.compile, of which the suite runs a part. Not one of the checks."""
+    install(session, "torch,test", *SUITE)
+    table = ("tests/xp/test_torch_compile_table.py", "-m", "long or not long")
+    session.run("pytest", "--polyattn-backend=torch", *table, *(session.posargs or ["-n", "2"]), env=UNSELECTED)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the pages of docs/, warnings being errors. Not one of the checks: the suite runs the Python in them."""
     install(session, "torch,onnx,plot", *group("docs"))

@@ -149,6 +149,7 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.addinivalue_line("markers", "needs(feature, ...): leave out where the backend lacks a feature")
+    config.addinivalue_line("markers", "long: left out unless ``-m`` asks for it, as ``nox -s compile`` does")
     config.addinivalue_line("markers", "only(backend, ..., reason=None): leave out in the runs of all other backends")
     from polyattn.testing.features import lacking  # not before pytest has loaded the plugin, whose asserts it rewrites
     from polyattn.testing.plugin import TARGET

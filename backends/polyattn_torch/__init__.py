@@ -17,6 +17,9 @@ __all__ = ["backend"]
 NO_VALUES = "a tensor on torch's meta device has no values to move"
 
 
+TRACED = ArrayState(captive="is being traced by torch", readable=False)
+
+
 class TorchBackend(Backend):
     """Torch tensors, subclasses and wrapped ones included."""
 
@@ -126,16 +129,18 @@ class TorchBackend(Backend):
         import torch
         from torch._C import _functorch
 
+        if torch.compiler.is_compiling():  # whose backward graphs may not ask for a layout or requires_grad
+            return TRACED
         unusable = captive = None
         if x.is_nested:
             unusable = "is nested (pad it, and give the lengths)"
         elif x.layout is not torch.strided:
             unusable = "is sparse (to_dense() makes an array of it)"
-        traced = torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(x) or hasattr(x, "fake_mode")
+        traced = _functorch.is_functorch_wrapped_tensor(x) or hasattr(x, "fake_mode")
         if x.requires_grad:
             captive = "requires gradients (detach() it if they are not wanted)"
         elif traced:
-            captive = "is being traced by torch"
+            captive = TRACED.captive
         # Within a transform a plain tensor has no memory to read either.
         readable = x.device.type == "cpu" and not traced and _functorch.maybe_current_level() is None
         return ArrayState(unusable, captive, readable) if unusable or captive or not readable else READY

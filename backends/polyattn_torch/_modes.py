@@ -55,9 +55,7 @@ class Compiled:
         return self.kernel.supports(problem)
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Call the operator; what is no array and no number is compiled tile by tile."""
-        if problem.structured:
-            return TILED.forward(q, k, v, problem)
+        """Call the operator."""
         from ._operators import attention
 
         return attention(self.name, q, k, v, problem)
@@ -67,8 +65,6 @@ class Compiled:
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
         """Call the operator, likewise."""
-        if problem.structured:
-            return TILED.backward(dout, dlse, q, k, v, out, statistics, problem)
         from ._operators import attention_backward
 
         return attention_backward(self.name, dout, dlse, q, k, v, out, statistics, problem)

@@ -1,7 +1,7 @@
 """Attention and its backward as operators of torch's own, which a compiled program calls without looking into them.
 
 ``torch.ops.polyattn.attention`` and ``torch.ops.polyattn.attention_backward``:
-the tensors of a problem, its numbers, and the name of a kernel. Needs torch.
+the tensors of a problem, its numbers, its structured mask and bias as text, and the name of a kernel. Needs torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Size
 
 from . import backend
 from ._modes import FUSED, TILED
+from ._structures import structure_of, text_of
 
 __all__ = ["attention", "attention_backward"]
 
 KERNELS = {kernel.name: kernel for kernel in (FUSED, TILED)}
-ARRAYS = ("bias", "sinks", "mask", "q_segments", "k_segments", "q_offset", "key_lengths", "seed")
+ARRAYS = ("bias", "table", "sinks", "mask", "q_segments", "k_segments", "q_offset", "key_lengths", "seed")
 INTEGERS = ARRAYS[-3:]
 """Each is a tensor or an integer, so an operator takes it twice."""
 SCHEMA = """
-    Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? q_segments, Tensor? k_segments, Tensor? q_offsets,
+    Tensor? bias, Tensor? table, Tensor? sinks, Tensor? mask, Tensor? q_segments, Tensor? k_segments, Tensor? q_offsets,
     Tensor? lengths, Tensor? seeds, SymInt? q_offset, SymInt? key_lengths, int? seed, bool causal, SymInt? left,
-    SymInt? right, float scale, float? softcap, float dropout, str kernel
+    SymInt? right, float scale, float? softcap, float dropout, str? masking, str? biasing,
+    str kernel
 """.strip()
 
 
@@ -41,7 +43,7 @@ def attention_backward(
     """Call the operator for the gradients of q, k, v, bias and sinks."""
     run = torch.ops.polyattn.attention_backward
     dq, dk, dv, dbias, dsinks = run(dout, dlse, out, *statistics, q, k, v, *arguments(problem), kernel)
-    dbias, dsinks = (None if x is None else dx for x, dx in ((problem.bias, dbias), (problem.sinks, dsinks)))
+    dbias, dsinks = (None if x is None else dx for x, dx in ((problem.bias_array, dbias), (problem.sinks, dsinks)))
     return AttentionGrads(dq, dk, dv, dbias, dsinks)
 
 
@@ -55,18 +57,20 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
     left, right = problem.window
     return (
         *arrays, q_offset, key_lengths, seed, problem.causal, left, right, problem.scale, problem.softcap,
-        problem.dropout,
+        problem.dropout, text_of(problem.mask), text_of(problem.bias),
     )  # fmt: skip
 
 
 def problem_of(q: Array, k: Array, v: Array, *given: Any) -> Problem:
     """Return the problem that :func:`arguments` took apart."""
-    bias, sinks, mask, q_segments, k_segments, *either = given[: len(ARRAYS) + len(INTEGERS)]
-    causal, left, right, scale, softcap, dropout = given[len(ARRAYS) + len(INTEGERS) :]
+    bias, table, sinks, mask, q_segments, k_segments, *either = given[: len(ARRAYS) + len(INTEGERS)]
+    causal, left, right, scale, softcap, dropout, masking, biasing = given[len(ARRAYS) + len(INTEGERS) :]
     q_offset, key_lengths, seed = (x if i is None else i for x, i in zip(either[:3], either[3:], strict=True))
+    structured_mask, structured_bias = structure_of(masking), structure_of(biasing)
     return Problem(
         backend, sizes_of(q, k, v), dtype_name(q.dtype), backend.device_of(q), scale, causal, (left, right), softcap,
-        dropout, q_offset, key_lengths, seed, mask, bias, sinks, q_segments, k_segments,
+        dropout, q_offset, key_lengths, seed, mask if structured_mask is None else structured_mask,
+        bias if structured_bias is None else structured_bias, sinks, q_segments, k_segments, table=table,
     )  # fmt: skip
 
 
@@ -115,7 +119,8 @@ def _forward_outline(q: Array, k: Array, v: Array, *given: Any) -> Any:
 def _backward_outline(
     dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any
 ) -> Any:
-    like = (q, k, v, *given[:2])
+    bias, table, sinks = given[:3]
+    like = (q, k, v, bias if table is None else table, sinks)
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
 
@@ -131,8 +136,8 @@ def _pull(ctx: Any, dout: Any, dlargest: Any, dlog_total: Any) -> Any:
     dout, dlse = torch.zeros_like(out) if dout is None else dout, dlargest if dlog_total is None else dlog_total
     run = torch.ops.polyattn.attention_backward
     *grads, dbias, dsinks = run(dout, dlse, out, largest, log_total, q, k, v, *arrays, *ctx.numbers)
-    floating = (None if x is None else dx for x, dx in zip(arrays[:2], (dbias, dsinks), strict=True))
-    return *grads, *floating, *(None for _ in (*arrays[2:], *ctx.numbers))
+    floating = (None if x is None else dx for x, dx in zip(arrays[:3], (dbias, dbias, dsinks), strict=True))
+    return *grads, *floating, *(None for _ in (*arrays[3:], *ctx.numbers))
 
 
 _forward.register_autograd(_pull, setup_context=_setup)

@@ -16,49 +16,54 @@ Examples
 
 from __future__ import annotations
 
-from . import functional, optim
+import importlib as _importlib
+import typing as _typing
+
 from ._version import __version__
-from .account import transfers
-from .conversion import to_backend
-from .errors import (
-    ArgumentError,
-    BackendMismatchError,
-    BackendUnavailableError,
-    CheckpointError,
-    DTypeError,
-    KernelUnsupportedError,
-    PolyattnError,
-    ShapeError,
-    UnknownBackendError,
-)
-from .functional import (
-    RowStatistics,
-    alibi_bias,
-    attention,
-    attention_backward,
-    attention_backward_vjp,
-    attention_forward,
-    attention_jvp,
-    attention_merge,
-    attention_weights,
-    block_mask,
-    explain,
-    prefix_mask,
-    relative_position_bias,
-)
-from .kv_cache import KVCache, PagedKVCache, SlidingKVCache
-from .layers import (
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    MultiHeadAttention,
-    Projection,
-    RMSNorm,
-    ScaledDotProductAttention,
-    TransformerBlock,
-)
-from .registry import list_backends
-from .selection import get_backend, set_backend, use_backend
+
+if _typing.TYPE_CHECKING:
+    from . import functional, optim
+    from .account import transfers
+    from .conversion import to_backend
+    from .errors import (
+        ArgumentError,
+        BackendMismatchError,
+        BackendUnavailableError,
+        CheckpointError,
+        DTypeError,
+        KernelUnsupportedError,
+        PolyattnError,
+        ShapeError,
+        UnknownBackendError,
+    )
+    from .functional import (
+        RowStatistics,
+        alibi_bias,
+        attention,
+        attention_backward,
+        attention_backward_vjp,
+        attention_forward,
+        attention_jvp,
+        attention_merge,
+        attention_weights,
+        block_mask,
+        explain,
+        prefix_mask,
+        relative_position_bias,
+    )
+    from .kv_cache import KVCache, PagedKVCache, SlidingKVCache
+    from .layers import (
+        Embedding,
+        FeedForward,
+        LayerNorm,
+        MultiHeadAttention,
+        Projection,
+        RMSNorm,
+        ScaledDotProductAttention,
+        TransformerBlock,
+    )
+    from .registry import list_backends
+    from .selection import get_backend, set_backend, use_backend
 
 __all__ = [
     "ArgumentError",
@@ -104,3 +109,26 @@ __all__ = [
     "transfers",
     "use_backend",
 ]
+
+_MODULES = ("errors", "account", "registry", "selection", "conversion", "functional", "kv_cache", "layers")
+"""Where the public names are defined, in the order in which the modules import each other."""
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Import what is first used: NumPy and the kernels are loaded with the first function, not with the package."""
+    if name in __all__:
+        for module in _MODULES:
+            defined = vars(_importlib.import_module(f".{module}", __name__))
+            if name in defined:
+                return globals().setdefault(name, defined[name])
+    if not name.startswith("_"):
+        try:
+            return _importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":  # the module is there, and what it imports is not
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -100,8 +100,8 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
     for name, x in arrays.items():
         if x is None:
             continue
-        if type(x) is not kind:
-            backend, kind = registry.owner(x, name), type(x)
+        if type(x) is not kind:  # the arrays of a call mostly have one type
+            kind, backend = type(x), registry.owner(x, name)
         unusable = backend.state(x).unusable
         if unusable is not None:
             raise BackendMismatchError(f"{name}: expected an array to compute with, but this one {unusable}")

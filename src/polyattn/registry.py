@@ -18,6 +18,7 @@ from ._generic import GenericBackend, namespace_of
 from ._plugin import Plugin, canonical, discover
 from .backend import Array, Backend, Status
 from .errors import BackendMismatchError, BackendUnavailableError, UnknownBackendError
+from .kernels._static import constant_result
 
 __all__ = [
     "BackendInfo", "known", "list_backends", "load", "looks_like_array", "names", "owner", "ready", "refresh",
@@ -44,7 +45,8 @@ class _Registry:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.plugins: dict[str, Plugin] | None = None
-        self.owners: dict[type, Backend] = {}
+        self.owners: dict[type, str] = {}
+        self.backends: dict[str, Backend] = {}  # by the keys that owners has; all that there were
         self.generic: dict[int, Backend] = {}  # by the identity of the namespace, which the backend keeps alive
         self.ready: dict[str, Backend] = {}
 
@@ -125,11 +127,18 @@ def owner(x: Array, argument: str = "x") -> Backend:
     BackendUnavailableError
         If the plugin of its library is broken.
     """
-    owners = _registry.owners
-    backend = owners.get(type(x))
-    if backend is None:
-        backend = owners[type(x)] = _find_owner(x, argument)
-    return backend
+    key = _owner_of(type(x))
+    return _registry.backends[_met(type(x), _find_owner(x, argument)) if key is None else key]
+
+
+@constant_result
+def _owner_of(kind: type) -> str | None:
+    """Return the key of the backend that owns arrays of a type, where that is known: met before, or a library's own.
+
+    torch.compile calls this, and traces neither the table of types nor the import of a plugin.
+    """
+    key = _registry.owners.get(kind)
+    return _namesake_of(kind) if key is None else key
 
 
 def looks_like_array(x: object) -> bool:
@@ -200,7 +209,7 @@ def _find_owner(x: Array, argument: str) -> Backend:
         raise BackendMismatchError(f"{argument}: expected an array, got {type(x).__name__}")
     # The plugin named like the array's own package is asked first, then those that are loaded. Others are loaded,
     # which may take its time, only for an array that none of these knows; jax before them for an array of jaxlib.
-    packages = [canonical(kind.__module__.partition(".")[0]) for kind in type(x).__mro__]
+    packages = [_package(kind) for kind in type(x).__mro__]
     plugins = _registry.discover()
     namesake = next((plugins[package] for package in packages if package in plugins), None)
     if namesake is not None and _owns(namesake.load(), x):
@@ -219,6 +228,32 @@ def _find_owner(x: Array, argument: str) -> Backend:
         f"{argument}: expected an array of a known library, or one with a true __array_namespace__, "
         f"got {type(x).__module__}.{type(x).__qualname__}"
     )
+
+
+def _namesake_of(kind: type) -> str | None:
+    """Return the key of the backend that is named like the package of a type, if it makes arrays of that type."""
+    plugin = _registry.discover().get(_package(kind))
+    if plugin is None:
+        return None
+    backend = plugin.load()
+    try:
+        own = issubclass(kind, type(backend.namespace().empty((0,))))
+    except Exception:  # the library cannot be used
+        return None
+    return _met(kind, backend) if own else None
+
+
+def _met(kind: type, backend: Backend) -> str:
+    """Record who owns arrays of a type, and return the key of the backend."""
+    key = str(id(backend))
+    _registry.backends[key] = backend
+    _registry.owners[kind] = key
+    return key
+
+
+def _package(kind: type) -> str:
+    """Return the top-level package of a type, spelt as the name of a backend."""
+    return canonical(kind.__module__.partition(".")[0])
 
 
 def _owns(backend: Backend, x: object) -> bool:

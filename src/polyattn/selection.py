@@ -18,6 +18,7 @@ from . import registry
 from .backend import Place
 from .conversion import checked_device
 from .errors import BackendUnavailableError, UnknownBackendError
+from .kernels._static import constant_result
 
 __all__ = ["Bound", "Selection", "bound", "get_backend", "selected", "set_backend", "use_backend"]
 
@@ -112,6 +113,7 @@ def get_backend() -> Selection | None:
     return selected()
 
 
+@constant_result
 def selected(backend: str | None = None, device: str | None = None) -> Selection | None:
     """Return the strongest selection: an argument, the scope, the default, the variables, or None."""
     if backend is not None:

@@ -75,7 +75,7 @@ def test_attention_in_one_graph(call: str) -> None:
 
 
 def test_a_mask_and_a_bias_with_structure() -> None:
-    """They are traced tile by tile, with no operator of their own."""
+    """The operator of attention takes them as text."""
     q, k, v = (x.detach() for x in inputs())
     arguments = {"mask": pa.prefix_mask(2), "bias": pa.alibi_bias(4), "causal": True, "window": (2, None)}
     compiled = torch.compile(lambda *given: pa.attention(*given, **arguments), backend="eager", fullgraph=True)
@@ -180,8 +180,8 @@ def test_the_operators_are_as_torch_wants_them() -> None:
 
     q, k, v = inputs()
     bias, sinks = normal(4, 5, 7, seed=3), normal(4, seed=4)
-    numbers = (0, None, 5, True, None, None, 0.5, None, 0.25)
-    given = (bias, sinks, MASK, *(None,) * 5, *numbers, "tiled")
+    settings = (0, None, 5, True, None, None, 0.5, None, 0.25, None, None)
+    given = (bias, None, sinks, MASK, *(None,) * 5, *settings, "tiled")
     assert arguments(problem_of(q, k, v, *given[:-1])) == given[:-1]
     torch.library.opcheck(torch.ops.polyattn.attention, (q, k, v, *given))
     out, lse = torch.ops.polyattn.attention(q, k, v, *given)

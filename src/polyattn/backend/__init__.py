@@ -50,6 +50,7 @@ from ..kernels import (
 from ..kernels._backward_vjp import backward_vjp as attention_backward_vjp
 from ..kernels._jvp import Tangents
 from ..kernels._jvp import jvp as attention_tangents
+from ..kernels._static import concrete, constant_result
 from ._cache import Cache, Place
 from ._contract import API_VERSION, READY, ArrayState, Backend, Status
 from ._features import FEATURES, Feature, Finding, feature_of, features_of
@@ -89,6 +90,8 @@ __all__ = [
     "allowed_in",
     "attention_backward_vjp",
     "attention_tangents",
+    "concrete",
+    "constant_result",
     "dtype_name",
     "expand",
     "feature_of",

@@ -6,6 +6,7 @@ import math
 
 from ..errors import ArgumentError
 from ..kernels import AlibiBias
+from ..kernels._static import concrete
 from ._checks import is_number, shown
 
 __all__ = ["alibi_bias"]
@@ -56,10 +57,11 @@ def alibi_bias(num_heads: int, *, max_bias: float = 8.0) -> AlibiBias:
         raise ArgumentError(f"num_heads: expected a positive integer, got {shown(num_heads)}")
     if not is_number(max_bias) or not 0 < max_bias < math.inf:
         raise ArgumentError(f"max_bias: expected a positive number, got {shown(max_bias)}")
+    num_heads, max_bias = concrete(num_heads), concrete(float(max_bias))
     power = 2 ** (num_heads.bit_length() - 1)
     more = _slopes(2 * power, max_bias)[::2]
     return AlibiBias((*_slopes(power, max_bias), *more[: num_heads - power]))
 
 
 def _slopes(heads: int, max_bias: float) -> list[float]:
-    return [2 ** (-float(max_bias) * head / heads) for head in range(1, heads + 1)]
+    return [2 ** (-max_bias * head / heads) for head in range(1, heads + 1)]

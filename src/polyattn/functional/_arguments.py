@@ -13,7 +13,7 @@ import numpy as np
 from ..backend import Array, Backend, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import Problem, Sizes, StructuredBias, StructuredMask
-from ..kernels._arrays import broadcast_shapes
+from ..kernels._arrays import broadcast_shapes, broadcasts
 from ..registry import owner
 from ._checks import expect_arrays, expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
 
@@ -128,8 +128,7 @@ def broadcast_lead(named: Mapping[str, Array], q: Sequence[int], k: Sequence[int
 
 
 def expect_broadcastable(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> None:
-    axes = zip(reversed(x.shape), reversed(shape), strict=False)
-    if x.ndim > len(shape) or any(n not in (1, m) for n, m in axes):
+    if not broadcasts(tuple(x.shape), shape):
         raise ShapeError(f"{name}: expected a shape that broadcasts to {meaning} = {shape}, got {tuple(x.shape)}")
 
 
@@ -225,7 +224,7 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
         return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ArgumentError(f"window: expected a pair (left, right), None for unbounded, got {shown(window)}")
-    if any(hasattr(side, "dtype") and not _is_scalar(side) for side in window):
+    if any(not isinstance(x, int) and hasattr(x, "dtype") and not _is_scalar(x) for x in window):
         raise DTypeError("window: expected Python integers, got an array; what differs from row to row goes into mask=")
     left, right = (None if side is None else static_integer("window", side, ()) for side in window)
     if any(side is not None and side < 0 for side in (left, right)):
@@ -236,7 +235,7 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
 def _checked_scale(scale: float | None, d_k: int) -> float:
     if scale is None:
         return 1 / math.sqrt(d_k) if d_k else 1.0
-    if not is_number(scale) or not math.isfinite(scale):
+    if not (is_number(scale) and -math.inf < scale < math.inf):
         raise ArgumentError(f"scale: expected a finite number, got {shown(scale)}")
     return float(scale)
 
@@ -244,7 +243,7 @@ def _checked_scale(scale: float | None, d_k: int) -> float:
 def _checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not (is_number(softcap) and math.isfinite(softcap) and softcap > 0):
+    if not (is_number(softcap) and 0 < softcap < math.inf):
         raise ArgumentError(f"softcap: expected a positive number, got {shown(softcap)}")
     return float(softcap)
 

@@ -9,6 +9,7 @@ import numpy as np
 from ..backend import Array
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import BlockMask
+from ..kernels._static import concrete, constant_result
 from ..registry import looks_like_array, owner
 from ._checks import shown
 
@@ -52,6 +53,13 @@ def block_mask(blocks: Array, block_size: int | tuple[int, int]) -> BlockMask:
            [1, 1, 1, 1, 1, 1],
            [1, 1, 1, 1, 1, 1]])
     """
+    known = values_of("blocks", blocks) if looks_like_array(blocks) else blocks
+    return BlockMask(*_checked(known, concrete(block_size)))
+
+
+@constant_result
+def _checked(blocks: Any, block_size: Any) -> tuple[tuple[int, ...], bytes, tuple[int, int]]:
+    """Return the shape of the grid, a bit for each block, and the two sizes."""
     host = values_of("blocks", blocks)
     if host.dtype != np.bool_:
         raise DTypeError(f"blocks: expected booleans, True = may attend, got {host.dtype}")
@@ -60,7 +68,7 @@ def block_mask(blocks: Array, block_size: int | tuple[int, int]) -> BlockMask:
     sides = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
         raise ArgumentError(f"block_size: expected a positive integer or two of them, got {shown(block_size)}")
-    return BlockMask(tuple(host.shape), np.packbits(host).tobytes(), (sides[0], sides[1]))
+    return tuple(host.shape), np.packbits(host).tobytes(), (sides[0], sides[1])
 
 
 def values_of(name: str, x: Any) -> np.ndarray[Any, Any]:

@@ -11,6 +11,7 @@ from ..kernels import cast, widen
 from ..registry import owner
 from ._checks import expect_arrays, expect_floating, is_integer
 from ._dispatch import Operation, run, run_backward, run_with_cache
+from ._range import apply_linear
 
 __all__ = ["EmbeddingGrads", "embedding", "embedding_backward", "embedding_forward"]
 
@@ -54,7 +55,8 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> EmbeddingGrads:
         drows = xp.where(inside[:, None], drows, xp.zeros_like(drows))
     # rows = weight[index]
     device = backend.native_device(backend.device_of(dy))
-    dweight = backend.index_add(xp.zeros((count, features), dtype=drows.dtype, device=device), index, drows)
+    table = xp.zeros((count, features), dtype=drows.dtype, device=device)
+    dweight = apply_linear(backend, lambda drows: backend.index_add(table, index, drows), drows, only_on_host=True)
     return EmbeddingGrads(None, cast(xp, dweight, dy.dtype))  # (count, features)
 
 

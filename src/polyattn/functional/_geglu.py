@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
-from ..kernels import cast, widen
 from ._dispatch import Operation, run, run_backward, run_with_cache
-from ._gelu import checked_approximate, density, distribution
-from ._swiglu import checked_pair
+from ._gelu import GELU, checked_approximate
+from ._silu import activation_forward
+from ._swiglu import checked_pair, gated_backward
 
 __all__ = ["GegluGrads", "geglu", "geglu_backward", "geglu_forward"]
 
@@ -30,28 +30,12 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, Saved]:
     """Return gate · Φ(gate) · up."""
-    xp = backend.namespace()
-
-    def formula(gate: Array, up: Array) -> Array:
-        wide = widen(xp, gate)
-        return cast(xp, wide * distribution(xp, wide, approximate) * widen(xp, up), gate.dtype)
-
-    return backend.by_rows(formula, gate, up, axes=0), Saved(gate, up, approximate)
+    return activation_forward(backend, GELU[approximate], gate, up), Saved(gate, up, approximate)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> GegluGrads:
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
-    xp, (gate, up, approximate) = backend.namespace(), saved
-
-    def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-        dy_, wide = widen(xp, dy), widen(xp, gate)
-        phi = distribution(xp, wide, approximate)
-        # y = gate · Φ(gate) · up
-        dup = dy_ * (wide * phi)
-        dgate = dy_ * widen(xp, up) * (phi + wide * density(xp, wide, approximate))
-        return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
-
-    return GegluGrads(*backend.by_rows(formula, dy, gate, up, axes=0))
+    return GegluGrads(*gated_backward(backend, GELU[saved.approximate], dy, saved.gate, saved.up))
 
 
 OPERATION = Operation("geglu", forward, backward)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._dispatch import Operation, run, run_backward, run_with_cache
-from ._norms import checked_norm, trailing
+from ._norms import by_rows, checked_norm, means_in_range, norm_gradient, normalised, root_in_range, trailing
+from ._range import apply_linear
 
 __all__ = ["LayerNormGrads", "layer_norm", "layer_norm_backward", "layer_norm_forward"]
 
@@ -24,7 +25,7 @@ class Saved(NamedTuple):
     """What the backward needs."""
 
     xhat: Array
-    rstd: Array
+    root: Array
     weight: Array | None
     bias: Array | None
     axes: int
@@ -36,41 +37,53 @@ def forward(
     """Return x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), all in float32 at least."""
     xp = backend.namespace()
 
-    def formula(x: Array) -> tuple[Array, Array, Array]:
-        centred, (_, last, n) = widen(xp, x), trailing(x, axes)
+    def centred(x: Array) -> Array:
+        axis, n = trailing(x, axes)[1:]
         # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
         for _ in range(2):
-            centred = centred - xp.sum(centred, axis=last, keepdims=True) / n
-        rstd = 1 / xp.sqrt(xp.sum(centred * centred, axis=last, keepdims=True) / n + eps)  # (…, 1)
-        xhat = centred * rstd
+            x = x - xp.sum(x, axis=axis, keepdims=True) / n
+        return x
+
+    def formula(x: Array, *, scaled: bool) -> tuple[Array, Array, Array]:
+        xhat, root = normalised(backend, widen(xp, x), centred, eps, axes, scaled=scaled)
         y = xhat
         if weight is not None:
             y = y * widen(xp, weight)
         if bias is not None:
             y = y + widen(xp, bias)
-        return cast(xp, y, x.dtype), xhat, rstd
+        return cast(xp, y, x.dtype), xhat, root
 
-    y, xhat, rstd = backend.by_rows(formula, x, axes=axes)
-    return y, Saved(xhat, rstd, weight, bias, axes)
+    y, xhat, root = by_rows(backend, formula, lambda y, xhat, root: root_in_range(xp, root, eps), x, axes=axes)
+    return y, Saved(xhat, root, weight, bias, axes)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> LayerNormGrads:
     """Return dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / √(var + eps), and the sums for weight and bias."""
-    xp, (xhat, rstd, weight, bias, axes) = backend.namespace(), saved
+    xp, (xhat, root, weight, bias, axes) = backend.namespace(), saved
     dy_, (rows, _, _) = widen(xp, dy), trailing(dy, axes)
+    dweight = dbias = None
     # y = x̂ · weight + bias
-    dbias = None if bias is None else cast(xp, xp.sum(dy_, axis=rows), bias.dtype)  # (*features)
-    dweight = None if weight is None else cast(xp, xp.sum(dy_ * xhat, axis=rows), weight.dtype)  # (*features)
+    if bias is not None:
+        dbias = cast(xp, apply_linear(backend, lambda dy: xp.sum(dy, axis=rows), dy_), bias.dtype)  # (*features)
+    if weight is not None:
+        dweight = apply_linear(backend, lambda dy: xp.sum(dy * xhat, axis=rows), dy_)
+        dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
-    def formula(dy: Array, xhat: Array, rstd: Array) -> Array:
+    def formula(dy: Array, xhat: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
         _, last, n = trailing(dy, axes)
-        dxhat = widen(xp, dy) if weight is None else widen(xp, dy) * widen(xp, weight)
-        # x̂ = (x − mean(x)) · rstd(x)
-        along = xp.sum(dxhat * xhat, axis=last, keepdims=True) / n
-        dx = (dxhat - xp.sum(dxhat, axis=last, keepdims=True) / n - xhat * along) * rstd
-        return cast(xp, dx, dy.dtype)
 
-    return LayerNormGrads(backend.by_rows(formula, dy, xhat, rstd, axes=axes), dweight, dbias)
+        # x̂ = (x − mean(x)) / root(x)
+        def means(dxhat: Array) -> tuple[Array, ...]:
+            along = xp.sum(dxhat * xhat, axis=last, keepdims=True) / n
+            return along, xp.sum(dxhat, axis=last, keepdims=True) / n
+
+        def projected(dxhat: Array, along: Array, mean: Array) -> Array:
+            return dxhat - mean - xhat * along
+
+        return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
+
+    dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, xhat, root, axes=axes)
+    return LayerNormGrads(dx, dweight, dbias)
 
 
 OPERATION = Operation("layer_norm", forward, backward)

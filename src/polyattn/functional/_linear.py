@@ -10,6 +10,7 @@ from ..errors import ShapeError
 from ..kernels import cast, widen
 from ._checks import expect_arrays, expect_one_dtype, expect_rank, expect_shape
 from ._dispatch import Operation, run, run_backward, run_with_cache
+from ._range import apply_linear, choose, shrink
 
 __all__ = ["LinearGrads", "linear", "linear_backward", "linear_forward"]
 
@@ -33,13 +34,10 @@ class Saved(NamedTuple):
 def forward(backend: Backend, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Saved]:
     """Return x W + b."""
     xp = backend.namespace()
-    wide = widen(xp, weight)
+    wide, shift = widen(xp, weight), None if bias is None else widen(xp, bias)
 
     def formula(x: Array) -> Array:
-        y = xp.matmul(widen(xp, x), wide)  # (rows, out)
-        if bias is not None:
-            y = y + widen(xp, bias)
-        return cast(xp, y, x.dtype)
+        return cast(xp, _product(backend, widen(xp, x), wide, shift), x.dtype)  # (rows, out)
 
     y = backend.by_rows(formula, _rows(xp, x))
     return xp.reshape(y, (*x.shape[:-1], weight.shape[1])), Saved(x, weight, bias)
@@ -48,14 +46,35 @@ def forward(backend: Backend, x: Array, weight: Array, bias: Array | None) -> tu
 def backward(backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True) -> LinearGrads:
     """Return dy Wᵀ (None unless ``inputs``), xᵀ dy and Σ dy, summed over every leading axis, in float32 at least."""
     xp, (x, weight, bias) = backend.namespace(), saved
-    x_rows, dy_rows = _rows(xp, widen(xp, x)), _rows(xp, widen(xp, dy))
+    x_rows, dy_rows, dbias = _rows(xp, widen(xp, x)), _rows(xp, widen(xp, dy)), None
     # y = x W + b
-    dbias = None if bias is None else cast(xp, xp.sum(dy_rows, axis=0), bias.dtype)  # (out,)
-    dweight = cast(xp, xp.matmul(xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
+    if bias is not None:
+        dbias = cast(xp, apply_linear(backend, lambda dy: xp.sum(dy, axis=0), dy_rows), bias.dtype)  # (out,)
+    dweight = cast(xp, _product(backend, xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
     if not inputs:
         return LinearGrads(None, dweight, dbias)
-    dx = xp.matmul(dy_rows, xp.matrix_transpose(widen(xp, weight)))  # (rows, in)
+    dx = _product(backend, dy_rows, xp.matrix_transpose(widen(xp, weight)))  # (rows, in)
     return LinearGrads(cast(xp, xp.reshape(dx, x.shape), x.dtype), dweight, dbias)
+
+
+def _product(backend: Backend, a: Array, b: Array, shift: Array | None = None) -> Array:
+    """Return a b + shift, and where a sum in it overflows, the same of smaller factors.
+
+    A second product costs as much as the first: where no value shows whether it is needed, it is not made.
+    """
+    xp = backend.namespace()
+    y = xp.matmul(a, b)
+    if shift is not None:
+        y = y + shift
+    if not backend.state(y).readable:
+        return y
+
+    def smaller() -> Array:
+        less = shrink(y)
+        product = xp.matmul(a * less, b * less) / less
+        return xp.where(xp.isfinite(y), y, (product if shift is None else product + shift * less) / less)
+
+    return choose(backend, y, lambda: (y, xp.isfinite(xp.sum(y))), smaller)
 
 
 def _rows(xp: Any, x: Array) -> Array:

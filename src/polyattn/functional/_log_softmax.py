@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._dispatch import Operation, run, run_backward, run_with_cache
+from ._range import choose
 from ._softmax import checked_axis
 
 __all__ = ["LogSoftmaxGrads", "log_softmax", "log_softmax_backward", "log_softmax_forward"]
@@ -35,12 +36,18 @@ def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, Saved]:
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> LogSoftmaxGrads:
-    """Return dy − exp(y) Σ dy; the mean of dy stands for its sum, and half of dx for dx, which may overflow."""
+    """Return dy − exp(y) Σ dy."""
     xp, (y, axis) = backend.namespace(), saved
-    n = max(dy.shape[axis], 1)
-    dy_ = widen(xp, dy)
-    dx = dy_ * 0.5 - xp.exp(y) * (0.5 * n) * xp.sum(dy_ * (1.0 / n), axis=axis, keepdims=True)
-    return LogSoftmaxGrads(cast(xp, dx * 2.0, dy.dtype))
+    dy_, p, n = widen(xp, dy), xp.exp(y), max(dy.shape[axis], 1)
+
+    def plain() -> tuple[Array, Array]:
+        dx = dy_ - p * xp.sum(dy_, axis=axis, keepdims=True)
+        return dx, xp.isfinite(xp.sum(dx))
+
+    def halved() -> Array:  # with the mean of dy in place of its sum: neither may overflow
+        return (dy_ * 0.5 - p * (0.5 * n) * (xp.sum(dy_ * (1.0 / n), axis=axis, keepdims=True))) * 2.0
+
+    return LogSoftmaxGrads(cast(xp, choose(backend, dy, plain, halved), dy.dtype))
 
 
 OPERATION = Operation("log_softmax", forward, backward)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._checks import expect_arrays, expect_one_dtype, expect_shape
 from ._dispatch import Operation, run, run_backward, run_with_cache
-from ._range import unit_of
+from ._range import choose, product, unit_of
 
 __all__ = ["MSELossGrads", "mse_loss", "mse_loss_backward", "mse_loss_forward"]
 
@@ -22,48 +22,41 @@ class MSELossGrads(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward needs: the difference times ``scale``, and the largest magnitude of that."""
+    """What the backward needs: the difference divided by ``unit``, (), which is 1 unless squares overflow."""
 
     difference: Array
-    scale: Array
-    peak: Array
+    unit: Array
 
 
 def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, Saved]:
     """Return mean((prediction − target)²), the sum in float32 at least."""
     xp = backend.namespace()
     prediction_, target_ = widen(xp, prediction), widen(xp, target)
-    scale = _scale(xp, xp.maximum(_peak(xp, prediction_), _peak(xp, target_)))
-    difference = prediction_ * scale - target_ * scale
-    peak = _peak(xp, difference)
-    unit = xp.where(xp.greater(peak, xp.full_like(peak, 2.0**40)), unit_of(xp, peak), xp.ones_like(peak))
-    ratio = difference / unit
-    loss = xp.sum(ratio * ratio) / math.prod(difference.shape)  # (), NaN of no elements
-    unit = unit / scale
-    return cast(xp, loss * unit * unit, prediction.dtype), Saved(difference, scale, peak)
+
+    def plain() -> tuple[tuple[Array, Array, Array], Array]:
+        difference = prediction_ - target_
+        loss = xp.sum(difference * difference) / math.prod(difference.shape)  # (), NaN of no elements
+        return (loss, difference, xp.ones_like(loss)), xp.isfinite(loss)
+
+    def scaled() -> tuple[Array, Array, Array]:
+        difference = prediction_ / 4 - target_ / 4
+        peak = xp.max(xp.abs(difference)) if math.prod(difference.shape) else xp.sum(difference)
+        # Small differences keep their unit, so that none of them becomes 0.
+        unit = xp.where(xp.greater(peak, xp.ones_like(peak)), unit_of(xp, peak), xp.ones_like(peak))
+        ratio = difference / unit
+        return xp.sum(ratio * ratio) / math.prod(ratio.shape) * unit * 4 * unit * 4, difference, xp.full_like(peak, 4)
+
+    loss, difference, unit = choose(backend, prediction, plain, scaled)
+    return cast(xp, loss, prediction.dtype), Saved(difference, unit)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> MSELossGrads:
     """Return ±2 (prediction − target) / count · dy."""
-    xp, (difference, scale, peak) = backend.namespace(), saved
-    # loss = mean(difference²), divided by the count first where differences are large, and last where they are small
-    one = xp.ones_like(peak)
-    share, large = one / max(math.prod(difference.shape), 1), xp.greater(peak, one)
-    first, last = xp.where(large, share, one), xp.where(large, one, share)
-    ddifference = xp.multiply(xp.multiply(difference, first), widen(xp, dy))
-    dprediction = cast(xp, xp.multiply(ddifference, last * 2.0 / scale), dy.dtype)
+    xp, (difference, unit) = backend.namespace(), saved
+    # loss = mean(difference²)
+    share = unit * (2 / max(math.prod(difference.shape), 1))
+    dprediction = cast(xp, product(xp, share, widen(xp, dy), difference), dy.dtype)
     return MSELossGrads(dprediction, -dprediction)
-
-
-def _peak(xp: Any, x: Array) -> Array:
-    """Return the largest magnitude, (); 0 of no elements."""
-    return xp.sum(x) if 0 in x.shape else xp.maximum(xp.max(x), -xp.min(x))
-
-
-def _scale(xp: Any, peak: Array) -> Array:
-    """Return by what to multiply numbers so that their differences do not overflow: 1 where they do not anyway."""
-    one = xp.ones_like(peak)
-    return xp.where(xp.greater(peak, one * 2.0**100), one * 0.25, one)
 
 
 OPERATION = Operation("mse_loss", forward, backward)

@@ -1,14 +1,18 @@
-"""What the normalisations share: the axes that they go over, and the check of their arguments."""
+"""What the normalisations share: their axes, the division by the root and its gradient, the check of arguments."""
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
-from ..backend import Array
+from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
+from ..kernels import cast, widen
 from ._checks import expect_one_dtype, expect_rank, expect_shape, is_number, shown
+from ._range import choose, half_power, largest, low, product
 
 
 def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -16,6 +20,96 @@ def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int
     lead = x.ndim - axes
     # The mean of no elements is not asked for.
     return tuple(range(lead)), tuple(range(lead, x.ndim)), max(math.prod(x.shape[lead:]), 1)
+
+
+def by_rows(
+    backend: Backend, formula: Callable[..., Any], in_range: Callable[..., Array], *arrays: Array, axes: int
+) -> Any:
+    """Return the results of a formula by rows; of the scaled one unless ``in_range`` of the results holds."""
+
+    def of(scaled: bool) -> Any:
+        return backend.by_rows(functools.partial(formula, scaled=scaled), *arrays, axes=axes)
+
+    def plain() -> tuple[Any, Array]:
+        results = of(False)
+        return results, in_range(*results)
+
+    return choose(backend, arrays[0], plain, lambda: of(True))
+
+
+def normalised(
+    backend: Backend, x: Array, centred: Callable[[Array], Array], eps: float, axes: int, *, scaled: bool
+) -> tuple[Array, Array]:
+    """Return x̂ = c / root and root = √(mean(c²) + eps) of c = ``centred(x)``."""
+    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
+
+    def with_root(x: Array, eps: float | Array) -> tuple[Array, Array]:
+        c = centred(x)
+        return c, xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + eps)  # (…, 1)
+
+    if not scaled:
+        c, root = with_root(x, eps)
+        return c / root, root
+    size = largest(xp, x, last)
+    least = xp.full_like(size, math.sqrt(eps))
+    half = half_power(backend, xp.maximum(size, least))
+    scale = half * half
+    c, root = with_root(x * scale, (least * scale) * (least * scale))
+    limits = xp.finfo(root.dtype)
+    # Where c is 0, eps alone keeps the root from it, and in these units eps may vanish.
+    xhat = c / (xp.maximum(root, xp.full_like(root, float(limits.smallest_normal))) if eps > 0 else root)
+    # A root of equal numbers may be rounded up.
+    bound = xp.full_like(root, float(limits.max))
+    return xhat, xp.minimum(xp.maximum(root / scale, least), bound)
+
+
+def root_in_range(xp: Any, root: Array, eps: float) -> Array:
+    """Say where no square in a root √(mean(c²) + eps) has overflowed or vanished."""
+    below = xp.less_equal(root, 1 / low(root))
+    return below if eps >= low(root) ** 2 else xp.logical_and(below, xp.greater_equal(root, low(root)))
+
+
+def quotient(backend: Backend, x: Array, root: Array, *, scaled: bool) -> Array:
+    """Return x / root; ``scaled`` if a library may make of it x · (1 / root) where 1 / root is too small for it."""
+    if not scaled:
+        return x / root
+    half = half_power(backend, root)
+    return (x * (half * half)) / (root * (half * half))
+
+
+def norm_gradient(
+    backend: Backend, dy: Array, root: Array, weight: Array | None, means: Callable[[Array], tuple[Array, ...]],
+    projected: Callable[..., Array], axes: int, *, scaled: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return ``projected(dx̂, *means(dx̂)) / root`` with dx̂ = dy · weight, and the sum of the means' magnitudes."""
+    xp, (_, last, _) = backend.namespace(), trailing(dy, axes)
+    dxhat, gain = widen(xp, dy), None if weight is None else widen(xp, weight)
+    if scaled:
+        half, of_root = half_power(backend, largest(xp, dxhat, last)), half_power(backend, root)
+        dxhat, root, factor = dxhat * (half * half), root * (of_root * of_root), of_root / half
+        if gain is not None:
+            of_gain = half_power(backend, largest(xp, gain, tuple(range(gain.ndim))))
+            gain, factor = gain * (of_gain * of_gain), factor / of_gain
+        factor = xp.minimum(factor, xp.full_like(factor, float(xp.finfo(factor.dtype).max)))  # ∞ · 0 is NaN
+    if gain is not None:
+        dxhat = dxhat * gain
+    found = means(dxhat)
+    dx = projected(dxhat, *found) / root
+    size = functools.reduce(xp.add, map(xp.abs, found))
+    return cast(xp, product(xp, factor, factor, dx) if scaled else dx, dy.dtype), size
+
+
+def means_in_range(xp: Any, size: Array, root: Array) -> Array:
+    """Say where no product in a gradient has overflowed, or has vanished and would come back divided by the root."""
+    # Zero is no product that vanished, or one that the root does not bring back.
+    enough = xp.logical_or(xp.greater_equal(size, low(size) ** 2), xp.equal(size, 0))
+    below = xp.less_equal(size, low(size) ** -2)
+    return xp.logical_and(below, xp.logical_and(enough, inverse_in_range(xp, root)))
+
+
+def inverse_in_range(xp: Any, root: Array) -> Array:
+    """Say where a root magnifies nothing that has vanished, and its inverse is a number as well."""
+    return xp.logical_and(xp.greater_equal(root, 2.0**-16), xp.less_equal(root, 2.0**48))
 
 
 def checked_norm(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..backend import Array
 from ..errors import ArgumentError, DTypeError
 from ..kernels import PrefixMask
+from ..kernels._static import concrete, constant_result
+from ..registry import looks_like_array
 from ._block_mask import values_of
 
 __all__ = ["prefix_mask"]
@@ -50,10 +54,17 @@ def prefix_mask(length: int | Array) -> PrefixMask:
            [1, 1, 1, 0],
            [1, 1, 1, 1]])
     """
+    known = values_of("length", length) if looks_like_array(length) else concrete(length)
+    return PrefixMask(*_checked(known))
+
+
+@constant_result
+def _checked(length: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lengths and the shape that they have."""
     host = values_of("length", length)
     if host.dtype.kind not in "iu":
         raise DTypeError(f"length: expected an integer or integers, got {host.dtype}")
     lengths = tuple(int(x) for x in host.reshape(-1))
     if any(x < 0 for x in lengths):
         raise ArgumentError(f"length: expected lengths that are not negative, got {min(lengths)}")
-    return PrefixMask(tuple(min(x, 2**29) for x in lengths), tuple(host.shape))
+    return tuple(min(x, 2**29) for x in lengths), tuple(host.shape)

@@ -1,15 +1,52 @@
-"""Products and quotients whose intermediate results stay in the range of the dtype."""
+"""Scaling by powers of two, which keeps the sums and products of a formula inside the range of its dtype.
+
+A power of two loses no digit. Where values can be inspected (``Backend.state(x).readable``), the plain formula comes
+first, and the scaled one only where a cheap statistic of the plain one says that something left the range. Elsewhere,
+in a trace or on a device, that would break the trace or wait for the device: the scaled formula is always taken.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
-from ..kernels import Array, dtype_name
+from ..backend import Array, Backend, dtype_name
+from ..kernels._static import constant_result
 
-__all__ = ["product", "unit_of"]
+COUNT = 7
+"""How many powers :func:`half_power` has above 1, and how many below."""
 
-LARGEST_UNIT = {"float32": 2.0**126, "float64": 2.0**1022}
-"""The largest power of two whose reciprocal is a normal number: some libraries divide by multiplying with that."""
+
+def step(x: Array) -> int:
+    """Return the binary orders of magnitude from one power to the next: an eighth of those above 1."""
+    return 128 if dtype_name(x.dtype) == "float64" else 16
+
+
+def low(x: Array) -> float:
+    """Return a number whose square is a normal one by far, and so is that of its inverse."""
+    return 2.0 ** (-3 * step(x))
+
+
+def largest(xp: Any, x: Array, axes: tuple[int, ...]) -> Array:
+    """Return the largest magnitude along some axes, which are kept; 0 where there is nothing."""
+    size = xp.abs(x)
+    reduce = xp.sum if 0 in x.shape else xp.max
+    return reduce(size, axis=axes, keepdims=True)
+
+
+def half_power(backend: Backend, size: Array) -> Array:
+    """Return h, a power of two for each of (…, 1), so that size · h² lies between 2⁻¹⁶ and 2¹⁶ (float64: 2^∓128).
+
+    It is 1 where the size lies there itself. Subnormal sizes stay below. No derivative goes through h: it is made of
+    constants and comparisons. The constants are made on the device: a copy from the host would wait for it.
+    """
+    xp, device = backend.namespace(), backend.native_device(backend.device_of(size))
+    order = xp.arange(2 * COUNT, dtype=size.dtype, device=device) - (COUNT - 0.5)
+    bounds = xp.exp(order * (step(size) * math.log(2)))  # (14,), 2⁻¹⁰⁴ to 2¹⁰⁴, and need not be exact
+    half = 2.0 ** (step(size) // 2)
+    factors = xp.where(xp.greater_equal(size, bounds), xp.full_like(bounds, 1 / half), xp.ones_like(bounds))  # (…, 14)
+    return xp.prod(factors, axis=-1, keepdims=True) * half**COUNT  # (…, 1)
 
 
 def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
@@ -23,8 +60,47 @@ def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
     return xp.multiply(xp.multiply(first, x), last)
 
 
+@constant_result
+def largest_unit(dtype: str) -> float:
+    """Return the largest power of two whose reciprocal is normal: some libraries divide by multiplying with that."""
+    return {"float32": 2.0**126, "float64": 2.0**1022}[dtype]
+
+
 def unit_of(xp: Any, peak: Array) -> Array:
     """Return what to divide numbers by so that the largest magnitude, ``peak``, becomes 1 to 4; 1 for 0, ∞, NaN."""
     usable = xp.logical_and(xp.greater(peak, xp.zeros_like(peak)), xp.isfinite(peak))
-    largest = xp.full_like(peak, LARGEST_UNIT[dtype_name(peak.dtype)])
+    largest = xp.full_like(peak, largest_unit(dtype_name(peak.dtype)))
     return xp.where(usable, xp.minimum(peak, largest), xp.ones_like(peak))
+
+
+def choose(backend: Backend, x: Array, plain: Callable[[], tuple[Any, Array]], scaled: Callable[[], Any]) -> Any:
+    """Return the result of ``plain()`` if what it returns beside it holds everywhere, else ``scaled()``.
+
+    Where the values of x cannot be inspected, it is always the latter.
+    """
+    if not backend.state(x).readable:
+        return scaled()
+    result, in_range = plain()
+    return backend.cond(backend.namespace().all(in_range), lambda: result, scaled)
+
+
+def shrink(x: Array) -> float:
+    """Return a power of two that leaves room for products of any two numbers, and for sums of many of these."""
+    return 2.0 ** (-5 * step(x))
+
+
+def apply_linear(
+    backend: Backend, function: Callable[[Array], Array], x: Array, *, only_on_host: bool = False
+) -> Array:
+    """Return ``function(x)``, which is linear; where a sum in it overflows, it is taken of a smaller x.
+
+    A trace computes both. With ``only_on_host``, for a function that costs too much for that, it has the first alone.
+    """
+    xp, y = backend.namespace(), function(x)
+    if only_on_host and not backend.state(y).readable:
+        return y
+
+    def smaller() -> Array:
+        return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))
+
+    return choose(backend, y, lambda: (y, xp.isfinite(xp.sum(y))), smaller)

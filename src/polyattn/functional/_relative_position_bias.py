@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..backend import Array
 from ..errors import ArgumentError, ShapeError
 from ..kernels import RelativePositionBias
+from ..kernels._static import concrete
 from ._checks import expect_floating, shown
 
 __all__ = ["relative_position_bias"]
@@ -70,4 +71,4 @@ def relative_position_bias(
         raise ArgumentError(
             f"max_distance: expected an integer above {near} and below 2**29, got {shown(max_distance)}"
         )
-    return RelativePositionBias(int(table.shape[0]), bool(bidirectional), max_distance, table)
+    return RelativePositionBias(concrete(table.shape[0]), bool(bidirectional), concrete(max_distance), table)

@@ -7,7 +7,18 @@ from typing import NamedTuple
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._dispatch import Operation, run, run_backward, run_with_cache
-from ._norms import checked_norm, trailing
+from ._norms import (
+    by_rows,
+    checked_norm,
+    inverse_in_range,
+    means_in_range,
+    norm_gradient,
+    normalised,
+    quotient,
+    root_in_range,
+    trailing,
+)
+from ._range import apply_linear, choose
 
 __all__ = ["RMSNormGrads", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
 
@@ -23,7 +34,7 @@ class Saved(NamedTuple):
     """What the backward needs."""
 
     x: Array
-    rstd: Array
+    root: Array
     weight: Array | None
     axes: int
 
@@ -32,35 +43,47 @@ def forward(backend: Backend, x: Array, weight: Array | None, *, eps: float, axe
     """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
     xp = backend.namespace()
 
-    def formula(x: Array) -> tuple[Array, Array]:
-        wide, (_, last, n) = widen(xp, x), trailing(x, axes)
-        rstd = 1 / xp.sqrt(xp.sum(wide * wide, axis=last, keepdims=True) / n + eps)  # (…, 1)
-        y = wide * rstd
+    def formula(x: Array, *, scaled: bool) -> tuple[Array, Array]:
+        y, root = normalised(backend, widen(xp, x), lambda x: x, eps, axes, scaled=scaled)
         if weight is not None:
             y = y * widen(xp, weight)
-        return cast(xp, y, x.dtype), rstd
+        return cast(xp, y, x.dtype), root
 
-    y, rstd = backend.by_rows(formula, x, axes=axes)
-    return y, Saved(x, rstd, weight, axes)
+    y, root = by_rows(backend, formula, lambda y, root: root_in_range(xp, root, eps), x, axes=axes)
+    return y, Saved(x, root, weight, axes)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> RMSNormGrads:
     """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
-    xp, (x, rstd, weight, axes) = backend.namespace(), saved
+    xp, (x, root, weight, axes) = backend.namespace(), saved
     rows, _, _ = trailing(dy, axes)
     # y = x̂ · weight
     dweight = None
     if weight is not None:
-        dweight = cast(xp, xp.sum(widen(xp, dy) * (widen(xp, x) * rstd), axis=rows), weight.dtype)  # (*features)
 
-    def formula(dy: Array, x: Array, rstd: Array) -> Array:
-        xhat, (_, last, n) = widen(xp, x) * rstd, trailing(dy, axes)
-        dxhat = widen(xp, dy) if weight is None else widen(xp, dy) * widen(xp, weight)
-        # x̂ = x · rstd(x)
-        dx = (dxhat - xhat * (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n)) * rstd
-        return cast(xp, dx, dy.dtype)
+        def gain(dy: Array) -> Array:
+            xhat = choose(
+                backend, root, lambda: (widen(xp, x) / root, inverse_in_range(xp, root)),
+                lambda: quotient(backend, widen(xp, x), root, scaled=True),
+            )  # fmt: skip
+            return xp.sum(dy * xhat, axis=rows)
 
-    return RMSNormGrads(backend.by_rows(formula, dy, x, rstd, axes=axes), dweight)
+        dweight = cast(xp, apply_linear(backend, gain, widen(xp, dy)), weight.dtype)  # (*features)
+
+    def formula(dy: Array, x: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
+        xhat, (_, last, n) = quotient(backend, widen(xp, x), root, scaled=scaled), trailing(dy, axes)
+
+        # x̂ = x / root(x)
+        def means(dxhat: Array) -> tuple[Array, ...]:
+            return (xp.sum(dxhat * xhat, axis=last, keepdims=True) / n,)
+
+        def projected(dxhat: Array, along: Array) -> Array:
+            return dxhat - xhat * along
+
+        return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
+
+    dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, x, root, axes=axes)
+    return RMSNormGrads(dx, dweight)
 
 
 OPERATION = Operation("rms_norm", forward, backward)

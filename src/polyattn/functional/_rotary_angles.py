@@ -1,4 +1,4 @@
-"""By what a position turns, without losing a digit at far positions."""
+"""Rotary angles, exact to the dtype's rounding at large positions."""
 
 from __future__ import annotations
 
@@ -11,45 +11,50 @@ from numpy.typing import NDArray
 
 from ..backend import Array, dtype_name
 from ..kernels import cast
+from ..kernels._static import constant, constant_result
 
-__all__ = ["counted", "signed", "turns"]
+__all__ = ["counted", "rotary_angles", "signed"]
 
+TAU = constant(math.tau)
 DIGIT = 2**12
-"""Positions and turns are multiplied 12 bits by 12 bits: float32 holds the products exactly."""
+"""Positions and frequencies are multiplied 12 bits by 12 bits: float32 holds the products exactly."""
 
 
-def turns(xp: Any, positions: Array, frequencies: tuple[float, ...], dtype: Any, device: Any) -> Array:
-    """Return position · frequency in turns, less the whole ones, (…, n, dim / 2).
+def rotary_angles(xp: Any, positions: Array, frequencies: bytes, dtype: Any, device: Any) -> Array:
+    """Return position · frequency in radians, reduced to [−π, π], as ``(…, n, dim / 2)``.
 
-    No digit is lost at positions below 2²⁴, where a product in float32 would be wrong by a radian: position and
-    turns are cut into digits, and whole turns are dropped from each product before the sum.
+    The reduction is exact at positions below 2²⁴, where a product in float32 would be wrong by a radian: position and
+    frequency, in revolutions, are split into digits, and whole revolutions are dropped from each product of digits
+    before the sum.
     """
-    total = 0
+    revolutions = 0
     for digit, parts in zip((positions % DIGIT, positions // DIGIT), digits(frequencies), strict=True):
         digit = cast(xp, digit, dtype)[..., None]
         for part in parts:
             product = digit * xp.asarray(part, dtype=dtype, device=device)
-            total = total + (product - xp.round(product))
-        total = total - xp.round(total)
-    return total
+            revolutions = revolutions + (product - xp.round(product))
+        revolutions = revolutions - xp.round(revolutions)
+    return TAU() * revolutions
 
 
-def digits(frequencies: tuple[float, ...]) -> tuple[list[list[float]], list[list[float]]]:
-    """Return :func:`_digits`; torch.compile asks this function once, and would look into that one."""
+@constant_result
+def digits(frequencies: bytes) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the frequencies in revolutions, for one position and for DIGIT positions, each as a sum of three parts.
+
+    The first two parts have 12 bits each, the third has the rest.
+    """
     return _digits(frequencies)
 
 
 @functools.lru_cache(maxsize=64)
-def _digits(frequencies: tuple[float, ...]) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the turns of one position, and those of DIGIT positions, as sums: 12 bits, 12 bits and the rest."""
-
-    def cut(rest: NDArray[np.float64]) -> list[list[float]]:
+def _digits(frequencies: bytes) -> tuple[list[list[float]], list[list[float]]]:
+    def split(rest: NDArray[np.float64]) -> list[list[float]]:
         first = np.floor(rest * DIGIT) / DIGIT
         second = np.floor((rest - first) * DIGIT**2) / DIGIT**2
         return [part.tolist() for part in (first, second, rest - first - second)]
 
-    of_one = np.asarray(frequencies) / math.tau
-    return cut(of_one % 1), cut(of_one * DIGIT % 1)
+    revolutions = np.frombuffer(frequencies) / math.tau
+    return split(revolutions % 1), split(revolutions * DIGIT % 1)
 
 
 def counted(xp: Any, n: int, start: int | Array, device: Any) -> Array:
@@ -60,5 +65,5 @@ def counted(xp: Any, n: int, start: int | Array, device: Any) -> Array:
 
 
 def signed(xp: Any, x: Array) -> Array:
-    """Return integers as int32 or int64: torch hardly computes with unsigned ones."""
+    """Return integers as int32 or int64: torch computes little with unsigned ones."""
     return cast(xp, x, xp.int64 if dtype_name(x.dtype).endswith("64") else xp.int32)

@@ -1,7 +1,8 @@
-"""Rotary position embedding and its backward, which turns the other way."""
+"""Rotary position embedding and its backward, the rotation by the negative angles."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -10,12 +11,14 @@ import numpy as np
 from ..backend import Array, Backend, Cache
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, wide, widen
+from ..kernels._static import concrete, constant_result
 from . import _embedding
 from ._arguments import expect_broadcastable, static_integer
 from ._checks import expect_floating, expect_one_dtype, expect_rank, expect_shape, is_integer, is_number, shown
 from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._embedding import checked_indices
-from ._rotary_angles import counted, signed, turns
+from ._range import apply_linear
+from ._rotary_angles import counted, rotary_angles, signed
 from ._rotary_scaling import RotaryScaling
 
 __all__ = [
@@ -36,9 +39,10 @@ class RotaryEmbeddingGrads(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The static arguments that say by what a position turns."""
+    """The static arguments of a rotation: the angle between neighbouring positions for each pair of features."""
 
-    frequencies: tuple[float, ...]
+    frequencies: bytes
+    """Numbers of float64: bytes are a constant to torch.compile, which makes a field's floats symbolic."""
     magnitude: float
     interleaved: bool
 
@@ -49,45 +53,55 @@ class Saved(NamedTuple):
     cos: Array
     sin: Array
     interleaved: bool
+    bounded: bool
+    """Whether no cosine or sine is more than 1."""
 
 
 def forward(
     backend: Backend, x: Array, positions: Array | None, offset: Array | None, cos: Array | None = None,
     sin: Array | None = None, *, start: int, rotation: Rotation, seen: bool = False,
 ) -> tuple[Array, Saved]:  # fmt: skip
-    """Return each pair (x₁, x₂) turned by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
+    """Return each pair (x₁, x₂) rotated by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
+    magnitude = concrete(rotation.magnitude)
+    bounded = cos is None and magnitude <= 1
     if cos is None or sin is None:
         if positions is None:
             positions = counted(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
-        angles = math.tau * turns(xp, signed(xp, positions), rotation.frequencies, wide(xp, x.dtype), device)
+        angles = rotary_angles(xp, signed(xp, positions), rotation.frequencies, wide(xp, x.dtype), device)
         cos, sin = xp.cos(angles), xp.sin(angles)  # (…, n, dim / 2)
     else:
         if positions is not None:
             count = cos.shape[0]
             cos, sin = (_embedding.forward(backend, positions, t, count=count, seen=seen)[0] for t in (cos, sin))
         cos, sin = widen(xp, cos), widen(xp, sin)  # (…, n, dim / 2)
-    if rotation.magnitude != 1:
-        cos, sin = cos * rotation.magnitude, sin * rotation.magnitude
+    if magnitude != 1:
+        cos, sin = cos * magnitude, sin * magnitude
     if x.ndim > 2:
         cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
-    return _turned(xp, x, cos, sin, rotation.interleaved), Saved(cos, sin, rotation.interleaved)
+    saved = Saved(cos, sin, rotation.interleaved, bounded)
+    return _rotated(backend, x, saved), saved
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> RotaryEmbeddingGrads:
-    """Return dy turned by the negative angle."""
-    xp, (cos, sin, interleaved) = backend.namespace(), saved
-    return RotaryEmbeddingGrads(_turned(xp, dy, cos, -sin, interleaved), None, None, None, None)
+    """Return dy rotated by the negative angles."""
+    return RotaryEmbeddingGrads(_rotated(backend, dy, saved._replace(sin=-saved.sin)), None, None, None, None)
 
 
-def _turned(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
-    """Turn the pairs of the first features, and leave the rest."""
+def _rotated(backend: Backend, x: Array, angles: Saved) -> Array:
+    """Rotate the pairs of the first features, and leave the rest."""
+    xp, (cos, sin, interleaved, bounded) = backend.namespace(), angles
     half = cos.shape[-1]
     dim = 2 * half
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, half), slice(half, dim))
-    x1, x2 = widen(xp, x[..., first]), widen(xp, x[..., second])  # (…, H, n, dim / 2)
-    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    y = xp.reshape(xp.stack([y1, y2], axis=-1), (*x.shape[:-1], dim)) if interleaved else xp.concat([y1, y2], axis=-1)
+
+    def rotated(x: Array) -> Array:
+        x1, x2 = x[..., first], x[..., second]  # (…, H, n, dim / 2)
+        y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        return xp.reshape(xp.stack([y1, y2], axis=-1), x.shape) if interleaved else xp.concat([y1, y2], axis=-1)
+
+    pairs = widen(xp, x[..., :dim])
+    y = rotated(pairs) if bounded else apply_linear(backend, rotated, pairs)
     y = cast(xp, y, x.dtype)
     return y if dim == x.shape[-1] else xp.concat([y, x[..., dim:]], axis=-1)
 
@@ -106,7 +120,7 @@ def rotary_embedding(
     scaling: RotaryScaling | None = None,
     tables: tuple[Array, Array] | None = None,
 ) -> Array:
-    r"""Turn pairs of features by angles proportional to the position, so that q·k depends on the distance alone.
+    r"""Rotate pairs of features by angles proportional to the position, so that q·k depends on the distance alone.
 
     .. math::
         \begin{pmatrix} y_1 \\ y_2 \end{pmatrix} = m
@@ -125,7 +139,7 @@ def rotary_embedding(
     base : float
         More than 1; the longest wavelength is about 2π · base positions.
     dim : int, optional
-        How many of the features are turned, an even number; the others stay as they are. The default is d.
+        How many of the features are rotated, an even number; the others stay as they are. The default is d.
     interleaved : bool
         False pairs feature i with i + dim / 2 (GPT-NeoX, Llama), True 2i with 2i + 1 (RoFormer, GPT-J).
     scaling : RotaryScaling, optional
@@ -179,7 +193,7 @@ def rotary_embedding_forward(
 
 
 def rotary_embedding_backward(dy: Array, cache: Cache) -> RotaryEmbeddingGrads:
-    """Return the gradient of x: dy turned by the negative angles, with the same magnitude."""
+    """Return the gradient of x: dy rotated by the negative angles, with the same magnitude."""
     return run_backward(OPERATION, dy, cache, RotaryEmbeddingGrads)
 
 
@@ -211,25 +225,34 @@ def _check(
 
 
 def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: Any) -> Rotation:
-    """Return by what a position turns the features of x, or raise what is wrong with the arguments."""
+    """Return the rotation of the features of x, or raise what is wrong with the arguments."""
     dim = _checked_dim(dim, x)
-    if not (is_number(base) and math.isfinite(base) and base > 1):
+    if not (is_number(base) and 1 < base < math.inf):
         raise ArgumentError(f"base: expected a finite number above 1, got {shown(base)}")
     if not isinstance(interleaved, bool | np.bool):
         raise ArgumentError(f"interleaved: expected True or False, got {shown(interleaved)}")
     scaling = RotaryScaling() if scaling is None else scaling
     if not isinstance(scaling, RotaryScaling):
         raise ArgumentError(f"scaling: expected a RotaryScaling such as YaRNScaling(…) or None, got {shown(scaling)}")
-    return Rotation(frequencies(scaling, dim, float(base)), scaling.magnitude, bool(interleaved))
+    fields = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)} | vars(scaling)
+    state = tuple([(name, concrete(value)) for name, value in fields.items()])
+    return Rotation(*_scaled(type(scaling), state, concrete(dim), concrete(float(base))), bool(interleaved))
 
 
-def frequencies(scaling: RotaryScaling, dim: int, base: float) -> tuple[float, ...]:
-    """Return the angles by which one position turns each pair; torch.compile asks for them once."""
-    return tuple(scaling.frequencies(dim, base).tolist())
+@constant_result
+def _scaled(kind: type[RotaryScaling], state: Any, dim: int, base: float) -> tuple[bytes, float]:
+    """Return the frequencies and the magnitude of a scaling of this type with these fields.
+
+    The scaling is created again, because an object that is created while torch compiles exists only in the trace.
+    """
+    scaling = object.__new__(kind)
+    for name, value in state:
+        object.__setattr__(scaling, name, value)
+    return np.asarray(scaling.frequencies(dim, base), dtype=np.float64).tobytes(), float(scaling.magnitude)
 
 
 def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...], dim: int | None) -> int:
-    """Return how many features the tables turn, once they fit each other and the rows of x."""
+    """Return how many features the tables rotate, once they fit each other and the rows of x."""
     if not isinstance(tables, tuple | list) or len(tables) != 2:
         raise ArgumentError(f"tables: expected a pair (cosines, sines), got {shown(tables)}")
     expect_one_dtype(**dict(zip(("cos", "sin"), tables, strict=True)))
@@ -237,7 +260,7 @@ def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...],
     expect_rank("cos", cos, 2)
     expect_shape("sin", sin, tuple(cos.shape))
     half = int(cos.shape[-1])
-    if dim not in (None, 2 * half):
+    if dim is not None and dim != 2 * half:
         raise ShapeError(f"tables: expected (…, {shown(dim)} / 2) cosines for dim={shown(dim)}, got {tuple(cos.shape)}")
     if positions is None and cos.shape[-2] != rows[-1]:
         raise ShapeError(f"tables: expected one row for each of the {rows[-1]} of x, got {tuple(cos.shape)}")
@@ -262,7 +285,7 @@ def _checked_dim(dim: Any, x: Array) -> int:
     d = x.shape[-1]
     if dim is None:
         if d < 2 or d % 2:
-            raise ShapeError(f"x: expected an even number of features, got shape {tuple(x.shape)}; dim= turns fewer")
+            raise ShapeError(f"x: expected an even number of features, got shape {tuple(x.shape)}; dim= rotates fewer")
         return int(d)
     dim = static_integer("dim", dim, ())
     if dim is None or not 2 <= dim <= d or dim % 2:

@@ -1,4 +1,4 @@
-"""How the frequencies of a rotary embedding are stretched, so that a model reads further than it was trained."""
+"""Scalings of a rotary embedding's frequencies, for contexts longer than the model was trained on."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class RotaryScaling:
     """The base of the scalings of :func:`rotary_embedding`, and itself the one that changes nothing.
 
     A scaling of your own is a frozen dataclass that derives from it and gives :meth:`frequencies`,
-    and :attr:`magnitude` where that is not 1.
+    and :attr:`magnitude` where that is not 1. Under torch.compile its fields are numbers, strings, tuples and lists.
     """
 
     def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
-        """Return the dim / 2 angles by which one position turns each pair: base^(−2i / dim)."""
+        """Return the angle between neighbouring positions for each of the dim / 2 pairs: base^(−2i / dim)."""
         return np.asarray(base ** (-np.arange(0, dim, 2) / dim))
 
     @property
     def magnitude(self) -> float:
-        """The factor on what is rotated; on queries and keys both, so squared in the scores."""
+        """The factor on the rotated features; queries and keys both have it, so the scores have its square."""
         return 1.0
 
 
@@ -64,13 +64,13 @@ class NTKScaling(RotaryScaling):
 
     def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
         """Return the frequencies of the larger base."""
-        # The only pair of dim 2 turns by 1 a position, whatever the base is.
+        # The only pair of dim 2 has the frequency 1, whatever the base is.
         return super().frequencies(dim, base * self.factor ** (dim / (dim - 2)) if dim > 2 else base)
 
 
 @dataclass(frozen=True)
 class YaRNScaling(RotaryScaling):
-    """YaRN: pairs that turn often keep their frequency, those that turn seldom are interpolated, a ramp between.
+    """YaRN: high frequencies are kept, low frequencies interpolated, with a linear ramp between them.
 
     Peng et al., "YaRN: efficient context window extension of large language models" (2023), section 3.
 
@@ -81,7 +81,7 @@ class YaRNScaling(RotaryScaling):
     original_length : int
         How many positions the model was trained on.
     beta_fast, beta_slow : float
-        Turns over the original length from which a pair is kept, and below which it is interpolated.
+        Revolutions over the original length from which a frequency is kept, and below which it is interpolated.
     attention_factor : float, optional
         The factor on queries and keys; the default 0.1 · ln(factor) + 1 is the paper's.
     truncate : bool
@@ -106,7 +106,7 @@ class YaRNScaling(RotaryScaling):
     def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
         """Return θ · (ramp / factor + 1 − ramp), the ramp rising from the pair of beta_fast to that of beta_slow."""
         plain = super().frequencies(dim, base)
-        low, high = (self._pair_that_turns(beta, dim, base) for beta in (self.beta_fast, self.beta_slow))
+        low, high = (self._pair_with(beta, dim, base) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
@@ -118,21 +118,21 @@ class YaRNScaling(RotaryScaling):
         """The attention factor, 0.1 · ln(factor) + 1 where none was given."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
-    def _pair_that_turns(self, times: float, dim: int, base: float) -> float:
-        """Return which pair, counted with fractions, turns so many times over the original length."""
-        return dim * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(base))
+    def _pair_with(self, revolutions: float, dim: int, base: float) -> float:
+        """Return the index, a fraction, of the pair with so many revolutions over the original length."""
+        return dim * math.log(self.original_length / (revolutions * 2 * math.pi)) / (2 * math.log(base))
 
 
 @dataclass(frozen=True)
 class Llama3Scaling(RotaryScaling):
-    """Llama 3's: short wavelengths are kept, long ones divided by ``factor``, those between go from one to the other.
+    """Llama 3's: frequencies of short wavelengths are kept, of long ones divided by ``factor``, smoothly in between.
 
     Grattafiori et al., "The Llama 3 herd of models" (2024), as in the model's code; the defaults are Llama 3.1's.
 
     Parameters
     ----------
     factor : float
-        By which low frequencies are divided.
+        The divisor of low frequencies.
     low_freq_factor, high_freq_factor : float
         A wavelength above ``original_length / low_freq_factor`` is long, one below
         ``original_length / high_freq_factor`` short.
@@ -161,17 +161,17 @@ class Llama3Scaling(RotaryScaling):
     def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
         """Return θ · (smooth + (1 − smooth) / factor), smooth from 0 at long wavelengths to 1 at short ones."""
         plain = super().frequencies(dim, base)
-        turns = self.original_length * plain / (2 * math.pi)  # the original length over the wavelength
-        smooth = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        revolutions = self.original_length * plain / (2 * math.pi)  # the original length over the wavelength
+        smooth = np.clip((revolutions - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return np.asarray(plain * (smooth + (1 - smooth) / self.factor))
 
 
 def _at_least_one(name: str, x: Any) -> None:
-    if not (is_number(x) and math.isfinite(x) and x >= 1):
+    if not (is_number(x) and 1 <= x < math.inf):
         raise ArgumentError(f"{name}: expected a finite number that is at least 1, got {shown(x)}")
 
 
 def _positive(**numbers: Any) -> None:
     for name, x in numbers.items():
-        if not (is_number(x) and math.isfinite(x) and x > 0):
+        if not (is_number(x) and 0 < x < math.inf):
             raise ArgumentError(f"{name}: expected a positive number, got {shown(x)}")

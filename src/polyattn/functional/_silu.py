@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
@@ -26,35 +26,83 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, x: Array) -> tuple[Array, Saved]:
     """Return x · σ(x)."""
-    xp = backend.namespace()
-
-    def formula(x: Array) -> Array:
-        wide = widen(xp, x)
-        sigmoid, _ = logistic(xp, wide)
-        return cast(xp, wide * sigmoid, x.dtype)
-
-    return backend.by_rows(formula, x, axes=0), Saved(x)
+    return activation_forward(backend, Silu, x), Saved(x)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> SiluGrads:
     """Return dy · (σ(x) + x · σ′(x))."""
-    xp, (x,) = backend.namespace(), saved
+    return SiluGrads(activation_backward(backend, Silu, dy, saved.x))
+
+
+class Activation(Protocol):
+    """A function f(x) = factor · decay, whose derivative is f′(x) = slope · decay².
+
+    Below 0 f and f′ vanish exponentially, and a product with a large factor would be 0 where it is not: products take
+    the decay, which is the root of that exponential and 1 for x ≥ 0, one at a time.
+    """
+
+    decay: Array
+    root: Array
+    """√decay, for a product of two large factors."""
+
+    def __init__(self, xp: Any, x: Array) -> None: ...
+
+    def factor(self) -> Array:
+        """Return f(x) / decay."""
+
+    def slope(self) -> Array:
+        """Return f′(x) / decay²."""
+
+
+def activation_forward(backend: Backend, activation: type[Activation], x: Array, up: Array | None = None) -> Array:
+    """Return f(x), or f(x) · up."""
+    xp = backend.namespace()
+
+    def formula(x: Array, *up: Array) -> Array:
+        f = activation(xp, widen(xp, x))
+        y = f.factor()
+        for factor in up:
+            y = y * widen(xp, factor)
+        return cast(xp, y * f.decay, x.dtype)
+
+    return backend.by_rows(formula, x, *(() if up is None else (up,)), axes=0)
+
+
+def activation_backward(backend: Backend, activation: type[Activation], dy: Array, x: Array) -> Array:
+    """Return dy · f′(x)."""
+    xp = backend.namespace()
 
     def formula(dy: Array, x: Array) -> Array:
-        wide = widen(xp, x)
-        sigmoid, slope = logistic(xp, wide)
-        return cast(xp, widen(xp, dy) * (sigmoid + wide * slope), x.dtype)
+        f = activation(xp, widen(xp, x))
+        return cast(xp, widen(xp, dy) * f.decay * f.slope() * f.decay, x.dtype)
 
-    return SiluGrads(backend.by_rows(formula, dy, x, axes=0))
+    return backend.by_rows(formula, dy, x, axes=0)
 
 
-def logistic(xp: Any, x: Array) -> tuple[Array, Array]:
-    """Return σ(x) = 1 / (1 + exp(−x)) and its derivative, both to the last digits also where they are tiny."""
-    zero = xp.zeros_like(x)
-    # Of the two powers one is 1 and the other at most that: nothing overflows, nothing cancels.
-    up, down = xp.exp(xp.minimum(x, zero)), xp.exp(-xp.maximum(x, zero))
-    sigmoid = up / (up + down)
-    return sigmoid, sigmoid * (down / (up + down))
+class Sigmoid:
+    """σ(x) = decay² / total and 1 − σ(x) = rest / total, both to the last digits also where they are tiny."""
+
+    def __init__(self, xp: Any, x: Array) -> None:
+        zero = xp.zeros_like(x)
+        self.root = xp.exp(xp.minimum(x, zero) / 4)
+        self.decay, self.rest = self.root * self.root, xp.exp(-xp.maximum(x, zero))
+        self.total = self.decay * self.decay + self.rest  # one of the two is 1: nothing overflows, nothing cancels
+
+
+class Silu:
+    """x · σ(x), whose derivative is σ(x) · (1 + x · (1 − σ(x)))."""
+
+    def __init__(self, xp: Any, x: Array) -> None:
+        self.x, self.sigmoid = x, Sigmoid(xp, x)
+        self.decay, self.root = self.sigmoid.decay, self.sigmoid.root
+
+    def factor(self) -> Array:
+        """Return x · σ(x) / decay."""
+        return self.x * self.decay / self.sigmoid.total
+
+    def slope(self) -> Array:
+        """Return the derivative divided by decay²."""
+        return (1 + self.x * (self.sigmoid.rest / self.sigmoid.total)) / self.sigmoid.total
 
 
 OPERATION = Operation("silu", forward, backward)

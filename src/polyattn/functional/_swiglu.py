@@ -8,7 +8,8 @@ from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._checks import expect_arrays, expect_one_dtype, expect_shape
 from ._dispatch import Operation, run, run_backward, run_with_cache
-from ._silu import logistic
+from ._range import choose
+from ._silu import Activation, Silu, activation_forward
 
 __all__ = ["SwigluGrads", "swiglu", "swiglu_backward", "swiglu_forward"]
 
@@ -29,29 +30,36 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, Saved]:
     """Return gate · σ(gate) · up."""
-    xp = backend.namespace()
-
-    def formula(gate: Array, up: Array) -> Array:
-        wide = widen(xp, gate)
-        sigmoid, _ = logistic(xp, wide)
-        return cast(xp, wide * sigmoid * widen(xp, up), gate.dtype)
-
-    return backend.by_rows(formula, gate, up, axes=0), Saved(gate, up)
+    return activation_forward(backend, Silu, gate, up), Saved(gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> SwigluGrads:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
-    xp, (gate, up) = backend.namespace(), saved
+    return SwigluGrads(*gated_backward(backend, Silu, dy, saved.gate, saved.up))
+
+
+def gated_backward(
+    backend: Backend, activation: type[Activation], dy: Array, gate: Array, up: Array
+) -> tuple[Array, Array]:
+    """Return the gradients of the gate, and of what it gates."""
+    xp = backend.namespace()
 
     def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-        dy_, wide = widen(xp, dy), widen(xp, gate)
-        sigmoid, slope = logistic(xp, wide)
-        # y = gate · σ(gate) · up
-        dup = dy_ * (wide * sigmoid)
-        dgate = dy_ * widen(xp, up) * (sigmoid + wide * slope)
-        return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
+        dy_, up_, f = widen(xp, dy), widen(xp, up), activation(xp, widen(xp, gate))
+        # y = f(gate) · up
+        dup = dy_ * f.factor() * f.decay
+        product, slope = dy_ * up_, f.slope()
+        dgate = product * f.decay * slope * f.decay
 
-    return SwigluGrads(*backend.by_rows(formula, dy, gate, up, axes=0))
+        def smaller() -> Array:
+            apart = (dy_ * f.root * f.root) * slope * (up_ * f.root * f.root)
+            return xp.where(xp.isfinite(product), dgate, apart)
+
+        chosen = choose(backend, gate, lambda: (dgate, xp.isfinite(xp.sum(dgate))), smaller)
+        return cast(xp, chosen, gate.dtype), cast(xp, dup, up.dtype)
+
+    dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
+    return dgate, dup
 
 
 OPERATION = Operation("swiglu", forward, backward)

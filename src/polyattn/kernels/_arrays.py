@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ._static import constant_result
+
 Array = Any
 """An array of some library. The libraries share no base class, so none is named here."""
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+@constant_result
 def dtype_name(dtype: Any) -> str:
     """Return the standard's name of a dtype of any library, ``"float32"`` for instance."""
     return _dtype_name(dtype.__class__, dtype)
@@ -49,10 +52,16 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     for shape in shapes:
         for i, n in enumerate(shape, len(result) - len(shape)):
             if n != 1:
-                if result[i] not in (1, n):
+                if result[i] != 1 and result[i] != n:  # torch.compile: ``in`` misses symbolic lengths
                     raise ValueError(f"shapes {', '.join(map(str, shapes))} do not broadcast")
                 result[i] = n
     return tuple(result)
+
+
+def broadcasts(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Say whether a shape broadcasts to another one, whatever of the two torch.compile has made symbolic."""
+    axes = zip(reversed(shape), reversed(other), strict=False)
+    return len(shape) <= len(other) and all(n == 1 or n == m for n, m in axes)
 
 
 def unbroadcast(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:

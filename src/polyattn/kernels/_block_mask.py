@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ShapeError
-from ._arrays import Array
+from ._arrays import Array, broadcasts
 from ._masks import as_int32
 from ._problem import Problem, Sizes
+from ._static import concrete, constant_result
 from ._structure import StructuredMask
 
 LEAST = 64  # queries and keys of a tile
@@ -26,18 +27,11 @@ class BlockMask(StructuredMask):
     bits: bytes
     block_size: tuple[int, int]
 
-    @functools.cached_property
-    def blocks(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """The bits as an array on the host."""
-        bits = np.frombuffer(self.bits, dtype=np.uint8)
-        return np.unpackbits(bits, count=math.prod(self.grid)).astype(np.bool_).reshape(self.grid)
-
     def expect_fit(self, sizes: Sizes) -> None:
         """Require blocks for all queries and keys, the last ones perhaps not filled."""
         *lead, n_q, n_k = self.grid
         want = tuple(-(-n // size) for n, size in zip((sizes.n_q, sizes.n_k), self.block_size, strict=True))
-        axes = zip(reversed(lead), reversed((*sizes.batch, sizes.heads)), strict=False)
-        if (n_q, n_k) != want or len(lead) > len(sizes.batch) + 1 or any(n not in (1, m) for n, m in axes):
+        if (n_q, n_k) != want or not broadcasts(tuple(lead), (*sizes.batch, sizes.heads)):
             raise ShapeError(
                 f"mask: expected blocks that broadcast to {(*sizes.batch, sizes.heads, *want)} for {sizes.n_q} queries "
                 f"and {sizes.n_k} keys in blocks of {self.block_size}, got {self.grid}"
@@ -45,12 +39,13 @@ class BlockMask(StructuredMask):
 
     def pairs(self, problem: Problem) -> Array:
         """Take each pair's block."""
-        xp, blocks = problem.xp, self.blocks
-        lengths = problem.sizes.n_q, problem.sizes.n_k
-        for axis, start, length, size in zip((-2, -1), problem.origin, lengths, self.block_size, strict=True):
-            if isinstance(start, int):  # only the blocks of the tile go to the device
-                blocks = np.take(blocks, np.arange(start // size, (start + length - 1) // size + 1), axis=axis)
-        pairs = problem.backend.asarray(np.array(blocks, order="C"), problem.device, None)
+        xp, lengths = problem.xp, (problem.sizes.n_q, problem.sizes.n_k)
+        spans = tuple([  # only the blocks of the tile go to the device
+            (start // size, (start + length - 1) // size + 1) if isinstance(start, int) else (0, count)
+            for start, length, size, count in zip(problem.origin, lengths, self.block_size, self.grid[-2:], strict=True)
+        ])  # fmt: skip
+        blocks = blocks_of(self.bits, concrete(self.grid), concrete(spans))
+        pairs = xp.asarray(blocks, dtype=xp.bool, device=problem.native_device)
         for axis, start, length, size in zip((-2, -1), problem.origin, lengths, self.block_size, strict=True):
             first = start % size if isinstance(start, int) else as_int32(problem, start)
             places = xp.add(xp.arange(length, dtype=xp.int32, device=problem.native_device), first)
@@ -59,12 +54,37 @@ class BlockMask(StructuredMask):
 
     def reach(self, problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
         """Look at the blocks of the tile."""
-        (rows, columns), blocks = self.block_size, self.blocks
-        tile = blocks[..., i // rows : i_last // rows + 1, j // columns : j_last // columns + 1]
-        return bool(tile.any()), bool(tile.all())
+        rows, columns = self.block_size
+        spans = (i // rows, i_last // rows + 1), (j // columns, j_last // columns + 1)
+        return any_and_all(self.bits, concrete(self.grid), concrete(spans))
 
     def tile_lengths(self, n_q: int, n_k: int) -> tuple[int, int]:
         """Return few blocks to a tile, that more tiles may be left out; as many as make it worth the while."""
-        steps = (math.lcm(size, 4) for size in self.block_size)
+        steps = (math.lcm(size, 4) for size in concrete(self.block_size))
         few_q, few_k = (step * -(-LEAST // step) for step in steps)
         return min(n_q, few_q), min(n_k, few_k)
+
+
+@constant_result
+def blocks_of(bits: bytes, grid: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Any:
+    """Return the blocks of these rows and columns as nested lists."""
+    return _cut(bits, grid, spans).tolist()
+
+
+@constant_result
+def any_and_all(bits: bytes, grid: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> tuple[bool, bool]:
+    """Say whether some of the blocks of these rows and columns are set, and whether all are."""
+    blocks = _cut(bits, grid, spans)
+    return bool(blocks.any()), bool(blocks.all())
+
+
+def _cut(bits: bytes, grid: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Any:
+    (first_row, stop_row), (first_column, stop_column) = spans
+    return _unpacked(bits, grid)[..., first_row:stop_row, first_column:stop_column]
+
+
+@functools.lru_cache(maxsize=16)  # a mask is asked for each of its tiles
+def _unpacked(bits: bytes, grid: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return the bits as an array on the host."""
+    unpacked = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=math.prod(grid))
+    return unpacked.astype(np.bool_).reshape(grid)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ._arrays import Array, cast, dtype_name
 from ._problem import Problem
+from ._static import concrete
 from ._structure import StructuredBias, mask_pairs
 
 LIMIT = 2**29  # positions are int32, which every library computes with; sums of three of these still fit
@@ -102,4 +103,4 @@ def as_int32(problem: Problem, value: int | Array) -> Array:
     value = cast(xp, value, xp.int64 if name.endswith("64") else xp.int32)  # torch hardly computes with unsigned ones
     if name in ("uint32", "uint64"):  # what was too large for the signed type is below zero now
         value = xp.where(xp.less(value, 0), xp.full_like(value, LIMIT), value)
-    return cast(xp, xp.clip(value, -LIMIT, LIMIT), xp.int32)
+    return cast(xp, xp.clip(value, -concrete(LIMIT), concrete(LIMIT)), xp.int32)

@@ -15,10 +15,11 @@ from ._exclusion import matmul_excluding
 from ._masks import allowed as allowed_pairs
 from ._merge import Sums, finished
 from ._problem import AttentionGrads, Problem, RowStatistics
+from ._static import constant
 from ._structure import StructuredBias, bias_pairs
 from ._units import Units, divided, fits, gradient_unit, is_moderate, multiplied, row_units, value_unit
 
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32_MAX = constant((2 - 2**-23) * 2.0**127)
 
 
 class Scores(NamedTuple):
@@ -295,7 +296,7 @@ def row_sum(xp: Any, dout: Array, out: Array) -> Array:
 def narrowed(xp: Any, bias: Array, dtype: Any) -> Array:
     """Return the bias in the dtype of the scores; what is finite stays so, since only −inf excludes."""
     if dtype_name(bias.dtype) == "float64" != dtype_name(dtype):
-        bias = xp.where(xp.isfinite(bias), xp.clip(bias, -FLOAT32_MAX, FLOAT32_MAX), bias)
+        bias = xp.where(xp.isfinite(bias), xp.clip(bias, -FLOAT32_MAX(), FLOAT32_MAX()), bias)
     return cast(xp, bias, dtype)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..errors import ShapeError
-from ._arrays import Array
+from ._arrays import Array, broadcasts
 from ._masks import distances, key_positions
 from ._problem import Problem, Sizes
 from ._structure import StructuredMask
@@ -23,8 +21,7 @@ class PrefixMask(StructuredMask):
 
     def expect_fit(self, sizes: Sizes) -> None:
         """Require lengths for the batch; a prefix may be longer than the keys so far."""
-        pairs = zip(reversed(self.axes), reversed(sizes.batch), strict=False)
-        if len(self.axes) > len(sizes.batch) or any(n not in (1, m) for n, m in pairs):
+        if not broadcasts(self.axes, sizes.batch):
             raise ShapeError(
                 f"mask: expected prefix lengths that broadcast to the axes before the heads {sizes.batch}, "
                 f"got {self.axes}"
@@ -33,8 +30,8 @@ class PrefixMask(StructuredMask):
     def pairs(self, problem: Problem) -> Array:
         """Compare keys with the prefix, and with the query."""
         xp = problem.xp
-        host = np.asarray(self.lengths, dtype=np.int32).reshape(*self.axes, 1, 1, 1)
-        lengths = problem.backend.asarray(host, problem.device, None)
+        lengths = xp.asarray(self.lengths, dtype=xp.int32, device=problem.native_device)
+        lengths = xp.reshape(lengths, (*self.axes, 1, 1, 1))
         in_prefix = xp.less(key_positions(problem), lengths)  # (…, 1, 1, n_k)
         return xp.logical_or(in_prefix, xp.less_equal(distances(problem), 0))  # (…, 1, n_q, n_k)
 

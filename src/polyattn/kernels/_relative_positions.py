@@ -12,6 +12,7 @@ from ..errors import ShapeError
 from ._arrays import Array, cast, unbroadcast, widen
 from ._masks import as_int32
 from ._problem import Problem, Sizes
+from ._static import concrete, constant_result
 from ._structure import StructuredBias
 
 
@@ -72,7 +73,7 @@ class RelativePositionBias(StructuredBias):
         side = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         before = xp.negative(distance)
         away = xp.abs(distance) if self.bidirectional else xp.where(xp.less(before, 0), xp.zeros_like(before), before)
-        starts = xp.asarray(bucket_starts(side, self.max_distance), dtype=xp.int32, device=device)
+        starts = xp.asarray(bucket_starts(concrete(side), concrete(self.max_distance)), dtype=xp.int32, device=device)
         passed = cast(xp, xp.greater_equal(away[..., None], starts), xp.int32)  # (…, distances, side − 1)
         bucket = xp.sum(passed, axis=-1, dtype=xp.int32)
         if self.bidirectional:  # keys after the query have the second half
@@ -80,13 +81,18 @@ class RelativePositionBias(StructuredBias):
         return bucket
 
 
-@functools.lru_cache(maxsize=64)
+@constant_result
 def bucket_starts(num_buckets: int, max_distance: int) -> tuple[int, ...]:
     """Return the least distance of every bucket after the first, in exact integers: the same on every library.
 
     The first half holds one distance each; bucket e + s of the others, with e exact ones and S of them, starts at
     e · (max_distance / e)^(s / S), which is the least n with n^S ≥ e^(S − s) · max_distance^s.
     """
+    return _bucket_starts(num_buckets, max_distance)
+
+
+@functools.lru_cache(maxsize=64)
+def _bucket_starts(num_buckets: int, max_distance: int) -> tuple[int, ...]:
     exact = num_buckets // 2
     wide = num_buckets - exact
     bounds = (exact ** (wide - s) * max_distance**s for s in range(1, wide))

@@ -15,7 +15,7 @@ have the same shape, and where it starts may be traced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ def unrounded(kernel: Kernel, q: Array, k: Array, statistics: RowStatistics, pro
         of_one = replace(problem, sizes=problem.sizes._replace(d_v=1))
         return finished(xp, tiled_sums(q, k, k[..., :1], of_one, None))[1]
 
-    small = xp.less_equal(magnitude(xp, statistics.largest), LARGE / 2)
+    small = xp.less_equal(magnitude(xp, statistics.largest), LARGE() / 2)
     return problem.backend.cond(small, lambda: statistics, again)  # type: ignore[no-any-return]
 
 
@@ -188,7 +188,7 @@ def units_at(part: Problem, units: Units | None, tile: Tile) -> Units | None:
 def tile_lengths(sizes: Sizes) -> tuple[int, int]:
     """Return how many queries and keys a tile has: square where it can be, all of them where they are few."""
     room = SCORES // max(math.prod(sizes.scores[:-2]), 1)
-    side = min(max(LEAST, math.isqrt(room) // 64 * 64), MOST)
+    side = next((n for n in range(MOST, LEAST, -64) if n * n <= room), LEAST)  # comparisons can be traced, isqrt not
     n_q = min(sizes.n_q, side)
     n_k = min(sizes.n_k, max(side, room // n_q // 64 * 64))
     return n_q, n_k
@@ -221,23 +221,25 @@ def loops(problem: Problem) -> Iterator[Loop]:
     step_q, step_k = tile_lengths(sizes)
     if isinstance(problem.mask, StructuredMask):
         step_q, step_k = problem.mask.tile_lengths(step_q, step_k)
-    for queries in _spans(sizes.n_q, step_q):
-        for keys in _spans(sizes.n_k, step_k):
+    for n_q, queries in _spans(sizes.n_q, step_q):
+        for n_k, keys in _spans(sizes.n_k, step_k):
             kinds: dict[bool, list[Tile]] = {True: [], False: []}
             for i in queries:
                 for j in keys:
-                    some, all_ = _reach(problem, i, i + queries.step - 1, j, j + keys.step - 1)
+                    some, all_ = _reach(problem, i, i + n_q - 1, j, j + n_k - 1)
                     if some:
                         kinds[all_].append(Tile(i, j))
             for whole, tiles in kinds.items():
                 if tiles:
-                    yield Loop(queries.step, keys.step, whole, tuple(tiles))
+                    yield Loop(n_q, n_k, whole, tuple(tiles))
 
 
-def _spans(n: int, step: int) -> list[range]:
-    """Return the starts of the full tiles, and of the rest; a range's step is the length of its tiles."""
+def _spans(n: int, step: int) -> list[tuple[int, Sequence[int]]]:
+    """Return the length and the starts of the full tiles, and those of the rest."""
+    if n <= step:  # no range, for which torch.compile would take n by value
+        return [(n, (0,))]
     full = n // step * step
-    return [range(0, full, step), *([range(full, n, n - full)] if full < n else [])]
+    return [(step, range(0, full, step)), *([(n - full, (full,))] if full < n else [])]
 
 
 def _reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:

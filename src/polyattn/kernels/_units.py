@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from ._arrays import Array, cast, dtype_name
 from ._problem import Problem, RowStatistics
+from ._static import constant
 
-LARGE = 32.0
+LARGE = constant(32.0)
 """Scores up to here are rounded so little that two computations of them may differ: below 1e-6 of a weight."""
 EXPONENT = {"float32": 128, "float64": 1024}
 """Numbers below 2 to this are finite."""
@@ -62,8 +63,8 @@ def is_moderate(
     q, k, v = (only_finite(xp, x) for x in (q, k, v))
     q_square, k_square = (xp.max(xp.sum(x * x, axis=-1)) for x in (q, k))
     scores = xp.sqrt(q_square) * xp.sqrt(k_square) * abs(problem.scale)  # by Cauchy and Schwarz
-    result = xp.logical_and(xp.less_equal(scores, LARGE), fits(q, k, v, problem))
-    result = xp.logical_and(result, xp.less_equal(magnitude(xp, statistics.largest), LARGE))
+    result = xp.logical_and(xp.less_equal(scores, LARGE()), fits(q, k, v, problem))
+    result = xp.logical_and(result, xp.less_equal(magnitude(xp, statistics.largest), LARGE()))
     if dout is None:
         return result
     products = magnitude(xp, dout) * magnitude(xp, v) * max(sizes.d_v, 1)

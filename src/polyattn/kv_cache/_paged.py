@@ -16,8 +16,7 @@ from ..kernels import Sizes, StructuredMask
 from ._base import BaseCache, sizes_of
 from ._lengths import known, native, rewound
 from ._paged_attention import OPERATION
-from ._pages import Pages, needed
-from ._write_pages import writer
+from ._pages import Pages, needed, writer
 
 __all__ = ["PagedKVCache"]
 

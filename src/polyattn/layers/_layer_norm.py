@@ -9,6 +9,7 @@ import numpy as np
 from ..backend import Array, Backend, Cache
 from ..functional import _layer_norm
 from ..functional._norms import checked_eps
+from ..kernels._static import concrete
 from ._initial import checked_sizes
 from ._layer import Layer
 
@@ -76,7 +77,9 @@ class LayerNorm(Layer):
 
     def native_forward(self, backend: Backend, x: Array) -> tuple[Array, _layer_norm.Saved]:
         """Return x normalised."""
-        return _layer_norm.forward(backend, x, self._parameters["weight"], self._parameters.get("bias"), eps=self.eps)
+        return _layer_norm.forward(
+            backend, x, self._parameters["weight"], self._parameters.get("bias"), eps=concrete(self.eps)
+        )
 
     def native_backward(
         self, backend: Backend, dy: Array, saved: _layer_norm.Saved

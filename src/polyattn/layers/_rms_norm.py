@@ -9,6 +9,7 @@ import numpy as np
 from ..backend import Array, Backend, Cache
 from ..functional import _rms_norm
 from ..functional._norms import checked_eps
+from ..kernels._static import concrete
 from ._initial import checked_sizes
 from ._layer import Layer
 
@@ -71,7 +72,7 @@ class RMSNorm(Layer):
 
     def native_forward(self, backend: Backend, x: Array) -> tuple[Array, _rms_norm.Saved]:
         """Return x normalised."""
-        return _rms_norm.forward(backend, x, self._parameters["weight"], eps=self.eps)
+        return _rms_norm.forward(backend, x, self._parameters["weight"], eps=concrete(self.eps))
 
     def native_backward(
         self, backend: Backend, dy: Array, saved: _rms_norm.Saved
