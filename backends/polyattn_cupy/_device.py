@@ -35,7 +35,8 @@ def _function(name: str, dtype: str, bias: str) -> Any:
 
 def launch(name: str, types: tuple[str, str], blocks: int, warps: int, *arguments: Any) -> None:
     """Queue a device function on the current stream; integers are passed in 64 bits."""
-    passed = tuple(np.int64(x) if isinstance(x, int) else x for x in arguments)
+    kinds = {int: np.int64, float: np.float64}
+    passed = tuple(kinds[type(x)](x) if type(x) in kinds else x for x in arguments)
     _function(name, *types)((blocks,), (32 * warps,), passed)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.backend import Array, Problem, dtype_name
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, dtype_name
 
 __all__ = ["CublasKernel"]
 
@@ -38,18 +38,19 @@ class CublasKernel:
                 return f"the {name}'s leading axes {lead} are broadcast in part"
         return None
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Return ``out`` and ``lse``."""
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+        """Return ``out`` and the row statistics."""
         from ._tiles import forward
 
         with q.device:
             return forward(q, k, v, problem)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Return the gradients of q, k, v, bias and sinks."""
         from ._tiles import backward
 
         with q.device:
-            return backward(dout, dlse, q, k, v, out, lse, problem)
+            return backward(dout, dlse, q, k, v, out, statistics, problem)

@@ -35,18 +35,20 @@ struct Row {
     const long long* segments;
     const bool* mask;
     const B* bias;
+    T one, other;  // the product of these powers of two is what its products were divided by
 };
 
 __device__ int within(const Tile& t, long long key) {
     return key < t.key ? 0 : key - t.key > t.n_k ? t.n_k : key - t.key;
 }
 
-__device__ Row row_of(const Tile& t, long long index) {
+__device__ Row row_of(const Tile& t, long long index, const T* units = nullptr) {
     long long matrix = index / (t.groups * t.n_q), group = index / t.n_q % t.groups, query = t.query + index % t.n_q;
     long long batch = t.batch + matrix / t.kv_heads, head = matrix % t.kv_heads * t.groups + group;
     long long position = (t.offsets ? t.offsets[batch] : t.offset) + query;
     long long length = t.lengths ? t.lengths[batch] : t.length, stop = position + t.right + 1;
-    Row row = {within(t, position - t.left), within(t, stop < length ? stop : length), 0, 0, 0, 0};
+    Row row = {within(t, position - t.left), within(t, stop < length ? stop : length), 0, 0, 0, 0, 1, 1};
+    if (units) row.one = units[2 * index], row.other = units[2 * index + 1];
     if (t.q_segments) {
         row.segment = t.q_segments[batch * t.all_q + query];
         row.segments = t.k_segments + batch * t.all_k + t.key;
@@ -64,13 +66,20 @@ template <bool plain> __device__ bool allowed(const Tile& t, const Row& row, int
         && (!row.bias || T(row.bias[key * t.bias_key]) != -INF));
 }
 
-template <bool plain> __device__ T capped(const Tile& t, T product) {
+// Scores, their largest and the bias are divided by the unit of their row, unless a softcap keeps them small.
+template <bool plain> __device__ T in_full(const Tile& t, const Row& row, T x) {
+    return plain || !t.softcap ? x * row.one * row.other : x;
+}
+
+template <bool plain> __device__ T capped(const Tile& t, const Row& row, T product) {
     T score = product * T(t.scale);
-    return plain || !t.softcap ? score : tanh(score / T(t.softcap)) * T(t.softcap);
+    return plain || !t.softcap ? score : tanh(score * row.one * row.other / T(t.softcap)) * T(t.softcap);
 }
 
 template <bool plain> __device__ T biased(const Tile& t, const Row& row, int key, T score) {
-    return plain || !row.bias ? score : score + T(row.bias[key * t.bias_key]);
+    if (plain || !row.bias) return score;
+    T bias = T(row.bias[key * t.bias_key]);
+    return score + (t.softcap ? bias : bias / row.one / row.other);
 }
 
 struct Larger {
@@ -93,27 +102,28 @@ template <class Join> __device__ T over_block(T x, Join join) {
     return x;
 }
 
-// weights = exp(score - largest), exactly 0 where excluded; largest and total (rows) and out (rows, d) are brought to
+// weights = exp(score - largest) times a factor, exactly 0 where excluded; largest and total (rows) and out (rows, d) are brought to
 // the new largest score. weights may be products itself.
 template <bool plain> __forceinline__ __device__ void exponentials_of_row(
-    const T* products, W* weights, T* total, T* largest, T* out, int d, const Tile& t, const Row& row
+    const T* products, W* weights, T* total, T* largest, T* out, int d, T factor_of_weights, const Tile& t,
+    const Row& row
 ) {
     T before = *largest, top = before, sum = 0;
     for (int key = row.first + threadIdx.x; key < row.last; key += blockDim.x)
         if (allowed<plain>(t, row, key))
-            top = Larger()(top, biased<plain>(t, row, key, capped<plain>(t, products[key])));
+            top = Larger()(top, biased<plain>(t, row, key, capped<plain>(t, row, products[key])));
     top = over_block(top, Larger());
     for (int key = threadIdx.x; key < t.n_k; key += blockDim.x) {
         T weight = 0;
         if (allowed<plain>(t, row, key))  // NaN where all scores so far are -inf, as it should be
-            weight = exp(biased<plain>(t, row, key, capped<plain>(t, products[key])) - top);
-        weights[key] = W(weight);
+            weight = exp(in_full<plain>(t, row, biased<plain>(t, row, key, capped<plain>(t, row, products[key])) - top));
+        weights[key] = W(weight * factor_of_weights);
         sum += weight;
     }
     sum = over_block(sum, Sum());
     // Beside a larger score those of -inf have no weight, though alone they made total and out NaN.
     bool forget = before == -INF && top != -INF;
-    T factor = top == before ? T(1) : exp(before - top);
+    T factor = top == before ? T(1) : exp(in_full<plain>(t, row, before - top));
     for (int c = threadIdx.x; c < d && factor != T(1); c += blockDim.x) out[c] = forget ? T(0) : out[c] * factor;
     if (threadIdx.x == 0) {
         *total = (forget ? T(0) : *total * factor) + sum;
@@ -122,28 +132,29 @@ template <bool plain> __forceinline__ __device__ void exponentials_of_row(
 }
 
 extern "C" __global__ void exponentials(
-    const T* products, W* weights, T* total, T* largest, T* out, long long d, Tile t
+    const T* products, W* weights, T* total, T* largest, T* out, const T* units, long long d, double factor, Tile t
 ) {
     long long index = blockIdx.x, at = index * t.n_k;
-    Row row = row_of(t, index);
+    Row row = row_of(t, index, units);
     products += at, weights += at, total += index, largest += index, out += index * d;
     if (t.plain)
-        exponentials_of_row<true>(products, weights, total, largest, out, d, t, row);
+        exponentials_of_row<true>(products, weights, total, largest, out, d, T(factor), t, row);
     else
-        exponentials_of_row<false>(products, weights, total, largest, out, d, t, row);
+        exponentials_of_row<false>(products, weights, total, largest, out, d, T(factor), t, row);
 }
 
-// weights = exp(score - lse); dscores = weights * (dweights + shift), times the softcap's slope. Where there is a bias
+// weights = exp(score - largest - log_total); dscores = weights * (dweights + shift), times the softcap's slope. Where there is a bias
 // raw gets dscores without the slope. weights may be products, and dscores dweights.
 template <bool plain> __forceinline__ __device__ void gradients_of_row(
-    const T* products, const T* dweights, W* weights, W* dscores, T* raw, T lse, T shift, const Tile& t, const Row& row
+    const T* products, const T* dweights, W* weights, W* dscores, T* raw, T largest, T log_total, T shift,
+    const Tile& t, const Row& row
 ) {
     for (int key = threadIdx.x; key < t.n_k; key += blockDim.x) {
         T weight = 0, dscore = 0, slope = 1, dweight = dweights[key];
         if (allowed<plain>(t, row, key)) {
-            T score = capped<plain>(t, products[key]), tangent = plain || !t.softcap ? T(0) : score / T(t.softcap);
+            T score = capped<plain>(t, row, products[key]), tangent = plain || !t.softcap ? T(0) : score / T(t.softcap);
             slope = 1 - tangent * tangent;
-            weight = exp(biased<plain>(t, row, key, score) - lse);
+            weight = exp(in_full<plain>(t, row, biased<plain>(t, row, key, score) - largest) - log_total);
             dscore = weight * (dweight + shift);
         }
         if (!plain && t.bias) raw[key] = dscore;
@@ -153,15 +164,17 @@ template <bool plain> __forceinline__ __device__ void gradients_of_row(
 }
 
 extern "C" __global__ void gradients(
-    const T* products, const T* dweights, W* weights, W* dscores, T* raw, const T* lse, const T* shift, Tile t
+    const T* products, const T* dweights, W* weights, W* dscores, T* raw, const T* largest, const T* log_total,
+    const T* shift, const T* units, Tile t
 ) {
     long long index = blockIdx.x, at = index * t.n_k;
-    Row row = row_of(t, index);
+    Row row = row_of(t, index, units);
+    T top = largest[index], log = log_total[index], back = shift[index];
     products += at, dweights += at, weights += at, dscores += at, raw += at;
     if (t.plain)
-        gradients_of_row<true>(products, dweights, weights, dscores, raw, lse[index], shift[index], t, row);
+        gradients_of_row<true>(products, dweights, weights, dscores, raw, top, log, back, t, row);
     else
-        gradients_of_row<false>(products, dweights, weights, dscores, raw, lse[index], shift[index], t, row);
+        gradients_of_row<false>(products, dweights, weights, dscores, raw, top, log, back, t, row);
 }
 
 // Add to out what a product of tile and x left out: the entries of x that are not finite, where they are allowed.

@@ -151,6 +151,54 @@ class Work:
             struct[name] = value
         return struct, list(arrays.values())
 
+    # ---- powers of two, so that nothing overflows ------------------------------------------------------------
+    #
+    # The bounds assume keys and values as large as their dtype allows, which saves a pass over them: powers of two
+    # lose no digit. In float16 nothing can overflow, since its products and sums are in float32.
+    # A row whose largest score is itself out of range is right in the forward only: its statistics are infinite, and
+    # to compute them again in units the backward would have to look at them on the host, or always pay for a pass.
+
+    @property
+    def factor(self) -> float:
+        """What weights are multiplied by before their product with the values."""
+        return 2.0 ** -(self.sizes.n_k.bit_length() + 2) if self.single else 1.0
+
+    def units(self, q: Array) -> Array:
+        """Return what the scores of each row are divided by, two powers of two: ``(B, kv_heads, groups, n_q, 2)``."""
+        shape = (*q.shape[:-1], 1)
+        if not self.single:
+            return cupy.ones((*q.shape[:-1], 2), dtype=self.dtype)
+        size = cupy.max(cupy.where(cupy.isfinite(q), abs(q), q.dtype.type(0)), axis=-1).reshape(shape)
+        more = math.ceil(math.log2(max(self.sizes.d_k, 1)) + math.log2(max(abs(self.problem.scale), 1.0))) + 4
+        exponent = cupy.frexp(size)[1] + more
+        exponent = cupy.clip(exponent, 0, 2 * np.finfo(self.dtype).maxexp - 4)
+        one = cupy.ldexp(cupy.ones(shape, dtype=self.dtype), exponent // 2)
+        other = cupy.ldexp(cupy.ones(shape, dtype=self.dtype), exponent - exponent // 2)
+        return cupy.concatenate((one, other), axis=-1)
+
+    def in_units(self, q: Array) -> Array:
+        """Return queries divided by the units of their rows."""
+        if not self.single:
+            return q
+        units = self.units(q)
+        return q / units[..., :1] / units[..., 1:]
+
+    def divided(self, x: Array, units: Array) -> Array:
+        """Return scores (…, n_q) divided by the units of their rows; after a softcap they are not."""
+        return x if self.problem.softcap else x / units[..., 0] / units[..., 1]
+
+    def in_full(self, x: Array, units: Array) -> Array:
+        """Reverse :meth:`divided`."""
+        return x if self.problem.softcap else x * units[..., 0] * units[..., 1]
+
+    def unit_of_gradients(self, dout: Array) -> Array:
+        """Return the power of two by which dout and what comes of it are divided: 0-d."""
+        if not self.single:
+            return cupy.ones((), dtype=self.dtype)
+        size = cupy.max(cupy.where(cupy.isfinite(dout), abs(dout), dout.dtype.type(0)))
+        exponent = cupy.frexp(size)[1] + (math.ceil(math.log2(max(self.sizes.d_v, 1))) + 10)
+        return cupy.ldexp(cupy.ones((), dtype=self.dtype), cupy.clip(exponent, 0, np.finfo(self.dtype).maxexp - 2))
+
     # ---- tiles -----------------------------------------------------------------------------------------------
 
     def room(self, dtype: Any = None) -> Array:
@@ -169,12 +217,12 @@ class Work:
         for start in range(first, last, self.n_k):
             yield slice(start, min(start + self.n_k, last))
 
-    def start(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    def start(self, shape: tuple[int, ...], units: Array) -> tuple[Array, Array]:
         """Return the sum and the largest score of rows that have seen nothing but the sinks."""
         if self.problem.sinks is None:
             return cupy.zeros(shape, dtype=self.dtype), cupy.full(shape, -cupy.inf, dtype=self.dtype)
         sinks = self.problem.sinks.astype(self.dtype).reshape(*shape[1:3], 1)  # (kv_heads, groups, 1)
-        largest = cupy.broadcast_to(sinks, shape).copy()
+        largest = cupy.ascontiguousarray(self.divided(cupy.broadcast_to(sinks, shape).copy(), units))
         one = cupy.exp(largest - largest)  # NaN for a sink of NaN or infinity
         return cupy.where(largest == -cupy.inf, one.dtype.type(0), one), largest
 

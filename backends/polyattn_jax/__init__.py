@@ -138,7 +138,9 @@ class JaxBackend(Backend):
         """Branch with ``lax.cond`` where the predicate is traced."""
         if not isinstance(predicate, _jax().core.Tracer):
             return super().cond(predicate, if_true, if_false)
-        return _jax().lax.cond(predicate, if_true, if_false)
+        from ._placed import branched
+
+        return branched(predicate, if_true, if_false)
 
     def update_slice(self, x: Array, value: Array, start: Any, axis: int) -> Array:
         """Write with ``dynamic_update_slice``: ``start`` may be traced, and a donated ``x`` is reused."""

@@ -9,35 +9,43 @@ In a comment on a shape, u are the key heads, and rows the queries, once for eac
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import Array, Problem, RowStatistics
 
 from ._operands import Operands, mapped_over_heads, operands, wide
-from ._scan import backward
+from ._placed import branched
+from ._scan import _forward as scan_forward
+from ._scan import backward, of_kernel, products
 from ._tiles import QueryTile, Span, Tiles
 
 __all__ = ["backward", "forward"]
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Return ``(out, lse)`` as the kernel contract has them."""
-    out, lse = _forward(operands(q, k, v, problem))
-    rows = problem.sizes.scores[:-1]
-    return out.reshape(*rows, -1).astype(q.dtype), lse.reshape(rows)
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return ``(out, statistics)`` as the kernel contract has them."""
+    return of_kernel(q, problem, _forward(operands(q, k, v, problem)))
 
 
 @mapped_over_heads
-def _forward(x: Operands) -> tuple[Array, Array]:
-    """Return out ``(h, n_q, d_v)`` and lse ``(h, n_q)``."""
+def _forward(x: Operands) -> tuple[Array, Array, Array]:
+    """Return out ``(h, n_q, d_v)``, the largest score and the logarithm of the total, both ``(h, n_q)``.
+
+    Where something overflowed, or there was NaN or infinity, the scan computes it: its look at all keys and values
+    before the products would take as long as these.
+    """
+    *results, fits = _ordinary(x)
+    return branched(fits, lambda: tuple(results), lambda: scan_forward(x))  # type: ignore[no-any-return]
+
+
+def _ordinary(x: Operands) -> tuple[Array, ...]:
+    """Return the three results, and whether they are finite."""
     n_q, (u, n_k, _) = x.q.shape[1], x.k.shape
     tile = QueryTile(x, Tiles(Span(n_q, n_q), Span(n_k, n_k), u), 0, 0)
     q, v = tile.rows(x.q) * x.scale, wide(x.v)  # (u, rows, d_k), (u, n_k, d_v)
-    scores = _dot(wide(x.k), q, (2, 2))  # (u, n_k, rows)
+    scores = products(wide(x.k), q)  # (u, n_k, rows)
+    fits = jnp.min(scores) > -jnp.inf
     if x.softcap is not None:
         scores = jnp.tanh(scores / x.softcap) * x.softcap
     allowed = tile.allowed(0).swapaxes(1, 2) if tile.excluding else None  # (1 or u, n_k, 1 or rows)
@@ -53,28 +61,12 @@ def _forward(x: Operands) -> tuple[Array, Array]:
     if sinks is not None:
         total = total + jnp.exp(sinks - base)
     out = _dot(weights, v, (1, 1))  # (u, rows, d_v)
-    some: Any = True
-    if allowed is not None:
-        out = lax.cond(jnp.isfinite(jnp.sum(out)), lambda: out, lambda: _isolated(weights, v, allowed))
-        some = jnp.any(allowed, axis=1)
+    some = True if allowed is None else jnp.any(allowed, axis=1)
     total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, and not by exclusion
     out = out / jnp.where(total == 0, 1, total)[..., None]
-    return tile.by_query_head(out), tile.by_query_head(jnp.log(total) + base)
-
-
-def _isolated(weights: Array, v: Array, allowed: Array) -> Array:
-    """Return Σ weights v over the keys that are allowed, whatever stands at the others: ``(u, rows, d_v)``.
-
-    Key by key, so that it needs no memory: XLA sets it aside for a branch that is not taken, too.
-    """
-    allowed = jnp.broadcast_to(allowed, weights.shape)
-
-    def add(i: Any, total: Array) -> Array:
-        weight, value, counts = (lax.dynamic_index_in_dim(y, i, 1, keepdims=False) for y in (weights, v, allowed))
-        return total + jnp.where(counts[..., None], weight[..., None] * value[:, None, :], 0)
-
-    (u, n_k, rows), d_v = weights.shape, v.shape[2]
-    return lax.fori_loop(np.int32(0), np.int32(n_k), add, jnp.zeros((u, rows, d_v), v.dtype))
+    fits = fits & jnp.isfinite(jnp.sum(out))
+    results = (out.astype(x.q.dtype), base, jnp.log(total))
+    return *(tile.by_query_head(y) for y in results), fits
 
 
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:

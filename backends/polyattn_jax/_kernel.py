@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics
 
 __all__ = ["DirectKernel", "JitKernel", "ScanKernel"]
 
@@ -29,21 +29,22 @@ class JitKernel:
         """Support everything."""
         return None
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the compiled forward."""
         kernel = self._for(q=q, k=k, v=v)
         arrays, static = _split(problem, kernel.traced)
-        out, lse = _compiled(kernel.name, "forward", static)(arrays, q, k, v)
-        return out, lse
+        out, statistics = _compiled(kernel.name, "forward", static)(arrays, q, k, v)
+        return out, statistics
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Run the compiled backward."""
         kernel = self._for(q=q, k=k, v=v)
         arrays, static = _split(problem, kernel.traced)
-        dq, dk, dv, dbias, dsinks = _compiled(kernel.name, "backward", static)(arrays, dout, dlse, q, k, v, out, lse)
-        return dq, dk, dv, dbias, dsinks
+        operands = (dout, dlse, q, k, v, out, statistics)
+        return AttentionGrads(*_compiled(kernel.name, "backward", static)(arrays, *operands))
 
     def _for(self, **arrays: Array) -> JitKernel:
         """Return the kernel for where the arrays lie: over several devices the generic one.

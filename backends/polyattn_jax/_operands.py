@@ -38,6 +38,8 @@ class Operands(NamedTuple):
     sinks: Array | None  # (h,)
     mask: Array | None  # (masks, n_q or 1, n_k or 1)
     mask_of: Array | None  # (h,), which of the masks is a query head's
+    units: Any = None  # (h, n_q, 2): the scores of a row are divided by the product of its two powers of two
+    value_units: Any = None  # (u, 2): values are divided by the product of these two powers of two
 
     @property
     def shared(self) -> int:

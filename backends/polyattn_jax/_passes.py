@@ -3,6 +3,8 @@
 The backward is linear in dout and dlse, and its transpose is the forward's tangents, which are written by hand as it
 is (``polyattn.backend.attention_tangents``). JAX goes through either in both directions, and keeps no scores. Only a
 second derivative taken in reverse, of the backward itself, goes through the generic kernel as JAX differentiates it.
+Of the row statistics only the sum, the log-sum-exp, has derivatives: they stand at the second of the two, and the
+largest score counts as a constant.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from polyattn.backend import Array, Problem, Tangents, TiledKernel, attention_tangents
+from polyattn.backend import Array, Problem, RowStatistics, Tangents, TiledKernel, attention_tangents
 
 from ._differentiable import moving
 from ._linear import Linear, linear
@@ -21,8 +23,8 @@ from ._linear import Linear, linear
 __all__ = ["Passes"]
 
 GENERIC: Any = TiledKernel()
-Inputs = tuple[dict[str, Any], Array, Array, Array, Array, Array]
-"""The arrays of the problem by their names, q, k, v, out and lse."""
+Inputs = tuple[dict[str, Any], Array, Array, Array, Array, RowStatistics]
+"""The arrays of the problem by their names, q, k, v, out and the row statistics."""
 
 
 class Passes:
@@ -31,28 +33,30 @@ class Passes:
     def __init__(self, kernel: Any, static: tuple[tuple[str, Any], ...]) -> None:
         self._kernel, self._static = kernel, dict(static)
 
-    def forward(self, arrays: dict[str, Any], q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """Return ``(out, lse)``; ``arrays`` are those of the problem by their names."""
+    def forward(self, arrays: dict[str, Any], q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
+        """Return ``(out, statistics)``; ``arrays`` are those of the problem by their names."""
 
         @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
-        def run(arrays: dict[str, Any], q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = self._kernel.forward(q, k, v, self._problem(arrays))
-            return out, lse
+        def run(arrays: dict[str, Any], q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
+            out, statistics = self._kernel.forward(q, k, v, self._problem(arrays))
+            return out, statistics
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            out, lse = self.forward(*primals)
-            return (out, lse), self._tangents((*primals, out, lse), moving(_by_name(*tangents)))
+            out, statistics = self.forward(*primals)
+            out_dot, lse_dot = self._tangents((*primals, out, statistics), moving(_by_name(*tangents)))
+            moved = RowStatistics(jnp.zeros_like(statistics.largest), lse_dot)
+            return (out, statistics), (out_dot, moved)
 
         run.defjvp(jvp, symbolic_zeros=True)
-        out, lse = run(arrays, q, k, v)
-        return out, lse
+        out, statistics = run(arrays, q, k, v)
+        return out, statistics
 
     def backward(
         self, arrays: dict[str, Any], dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
-        lse: Array,
+        statistics: RowStatistics,
     ) -> tuple[Array | None, ...]:  # fmt: skip
         """Return the gradients of q, k, v, bias and sinks."""
-        grads = self._gradients((arrays, q, k, v, out, lse), dout, dlse)
+        grads = self._gradients((arrays, q, k, v, out, statistics), dout, dlse)
         return tuple(grads.get(name) for name in Tangents._fields)
 
     def _tangents(self, inputs: Inputs, moved: dict[str, Array]) -> tuple[Array, Array]:
@@ -61,10 +65,10 @@ class Passes:
         residuals, tree = jax.tree.flatten(inputs)
 
         def apply(residuals: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
-            arrays, q, k, v, out, lse = tree.unflatten(residuals)
+            arrays, q, k, v, out, statistics = tree.unflatten(residuals)
             tangents = Tangents(**dict(zip(names, values, strict=True)))
-            found = attention_tangents(q, k, v, tangents, out, lse, self._problem(arrays))
-            return found.out_dot.astype(out.dtype), found.lse_dot.astype(lse.dtype)
+            found = attention_tangents(q, k, v, tangents, out, statistics, self._problem(arrays))
+            return found.out_dot.astype(out.dtype), found.lse_dot.astype(statistics.log_total.dtype)
 
         def transpose(residuals: Sequence[Array], upstream: Sequence[Array | None]) -> tuple[Array, ...]:
             inputs = tree.unflatten(residuals)
@@ -72,7 +76,9 @@ class Passes:
             grads = self._gradients(inputs, jnp.zeros_like(inputs[-2]) if dout is None else dout, dlse)
             return tuple(grads[name] for name in names)
 
-        out_dot, lse_dot = linear(Linear(apply, transpose), residuals, tuple(moved.values()), inputs[-2:])
+        out_dot, lse_dot = linear(
+            Linear(apply, transpose), residuals, tuple(moved.values()), (inputs[-2], inputs[-1].log_total)
+        )
         return out_dot, lse_dot
 
     def _gradients(self, inputs: Inputs, dout: Array, dlse: Array | None) -> dict[str, Array]:

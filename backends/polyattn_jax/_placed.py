@@ -10,7 +10,7 @@ from jax import numpy as jnp
 
 from polyattn.backend import Array, BackendMismatchError
 
-__all__ = ["alike", "settled", "spread"]
+__all__ = ["alike", "branched", "settled", "spread"]
 
 
 def spread(**arrays: Array) -> bool:
@@ -53,8 +53,7 @@ def alike(*arrays: Array | None) -> list[Array | None]:
 
 def settled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any) -> Any:
     """Return what a loop begins with, inside ``shard_map`` varying as what one step of it gives."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or jax.sharding.AxisType.Manual not in mesh.axis_types:
+    if not _in_shard_map():
         return carry
     found: list[frozenset[Any]] = []
 
@@ -66,6 +65,33 @@ def settled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any) -> Any:
     jax.eval_shape(step, carry)
     leaves, tree = jax.tree.flatten(carry)
     return tree.unflatten([_vary(x, axes - _varying(x)) for x, axes in zip(leaves, found, strict=True)])
+
+
+def branched(predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+    """Run ``lax.cond``; inside ``shard_map`` the results of both branches vary along the same axes."""
+    if not _in_shard_map():
+        return jax.lax.cond(predicate, if_true, if_false)
+    found: list[list[frozenset[Any]]] = []
+
+    def seen(branch: Callable[[], Any]) -> Any:
+        result = branch()
+        found.append([_varying(x) for x in jax.tree.leaves(result)])
+        return result
+
+    for branch in (if_true, if_false):
+        jax.eval_shape(lambda branch=branch: seen(branch))
+    every = [a | b for a, b in zip(*found, strict=True)]
+
+    def varied(branch: Callable[[], Any]) -> Any:
+        leaves, tree = jax.tree.flatten(branch())
+        return tree.unflatten([_vary(x, axes - _varying(x)) for x, axes in zip(leaves, every, strict=True)])
+
+    return jax.lax.cond(predicate, lambda: varied(if_true), lambda: varied(if_false))
+
+
+def _in_shard_map() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and jax.sharding.AxisType.Manual in mesh.axis_types
 
 
 def _varying(x: Array) -> frozenset[Any]:

@@ -9,52 +9,81 @@ rows are the queries of a tile, once for each query head that reads a key head.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics
 
 from ._operands import Operands, mapped_over_heads, operands, wide, with_axes
+from ._placed import branched
 from ._tiles import Allowed, QueryTile, loop, put, take, tiles_of
+from ._units import in_gradient_units, in_units, is_moderate
 
 __all__ = ["backward", "forward"]
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Return ``(out, lse)`` as the kernel contract has them."""
-    out, lse = _forward(operands(q, k, v, problem))
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return ``(out, statistics)`` as the kernel contract has them."""
+    return of_kernel(q, problem, _forward(operands(q, k, v, problem)))
+
+
+def of_kernel(q: Array, problem: Problem, results: tuple[Array, ...]) -> tuple[Array, RowStatistics]:
+    """Return out, the largest scores and the logarithms of the totals by head as the kernel contract has them."""
+    out, *statistics = results
     rows = problem.sizes.scores[:-1]
-    return out.reshape(*rows, -1).astype(q.dtype), lse.reshape(rows)
+    return out.reshape(*rows, -1).astype(q.dtype), RowStatistics(*(y.reshape(rows) for y in statistics))
 
 
 def backward(
-    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-) -> tuple[Array, Array, Array, None, Array | None]:
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+    problem: Problem,
+) -> AttentionGrads:  # fmt: skip
     """Return the gradients as the kernel contract has them."""
     batch, heads, kv_heads, *_ = problem.sizes
-    empty = jnp.all(out == 0, axis=-1)  # such a row's upstream, NaN or not, moves no sink
-    shift = jnp.where(empty, 0, -jnp.sum(wide(dout) * wide(out), axis=-1))  # (…, H, n_q)
+    rows = (math.prod(batch) * heads, problem.sizes.n_q)
+    dout, out = (y.reshape(*rows, -1) for y in (dout, out))
+    x = in_gradient_units(operands(q, k, v, problem), dout)
+    unit = jnp.repeat(x.value_units, x.shared, axis=0)[:, None, :]  # (h, 1, 2)
+
+    def given() -> tuple[Array, Array, Array]:
+        empty = jnp.all(out == 0, axis=-1)  # such a row's upstream, NaN or not, moves no sink
+        mean = jnp.where(empty, 0, jnp.sum(wide(dout) * divided(wide(out), unit[:, :, None, :]), axis=-1))
+        return *(wide(y).reshape(rows) for y in statistics), mean
+
+    def own() -> tuple[Array, Array, Array]:
+        return _statistics(x, dout)  # type: ignore[no-any-return]
+
+    largest, log_total, mean = branched(is_moderate(q, k, problem.scale, statistics.largest), given, own)
+    log_total = jnp.where(log_total == -jnp.inf, 0, log_total)
+    shift = -mean  # (h, n_q)
     if dlse is not None:
-        shift = shift + wide(dlse)
-    lse = wide(jnp.where(lse == -jnp.inf, 0, lse))
+        shift = shift + divided(wide(dlse).reshape(rows), unit)
     dsinks = None
-    if problem.sinks is not None:
-        weights = jnp.exp(wide(problem.sinks)[:, None] - lse)
-        dsinks = jnp.sum(weights * shift, axis=(*range(len(batch)), -1)).astype(problem.sinks.dtype)  # (H,)
-    dout, lse, shift = (x.reshape(-1, *x.shape[len(batch) + 1 :]) for x in (dout, lse, shift))
-    dq, dk, dv = _backward(operands(q, k, v, problem), dout, lse, shift)
+    if x.sinks is not None and problem.sinks is not None:
+        up = units_of(x, x.units[:, :, None, :])
+        sinks = x.sinks[:, None].astype(shift.dtype)
+        weights = jnp.exp(multiplied(divided(sinks[..., None], up) - largest[..., None], up)[..., 0] - log_total)
+        moved = multiplied(weights * shift, unit).reshape(*batch, heads, -1)
+        dsinks = jnp.sum(moved, axis=(*range(len(batch)), -1)).astype(problem.sinks.dtype)  # (H,)
+    dq, dk, dv = _backward(x, dout, largest, log_total, shift)
     dk, dv = (with_axes(dx, x, (*batch, kv_heads)) for dx, x in ((dk, k), (dv, v)))
-    return with_axes(dq, q, (*batch, heads)), dk, dv, None, dsinks
+    return AttentionGrads(with_axes(dq, q, (*batch, heads)), dk, dv, None, dsinks)
 
 
 @mapped_over_heads
-def _forward(x: Operands) -> tuple[Array, Array]:
-    """Return out ``(h, n_q, d_v)`` and lse ``(h, n_q)``."""
-    tiles, finite = tiles_of(x), _finite(x.v)
-    (h, n_q, _), d_v = x.q.shape, x.v.shape[2]
+def _forward(x: Operands) -> tuple[Array, Array, Array]:
+    """Return out ``(h, n_q, d_v)``, the largest score and the logarithm of the total, both ``(h, n_q)``.
+
+    Few rows come here where the direct kernel's result is not finite. XLA sets memory aside for that in any case, so
+    their tiles are small.
+    """
+    x, tiles, finite = in_units(x), tiles_of(x, small=True), _finite(x.v)
+    (h, n_q, _), d_v, dtype = x.q.shape, x.v.shape[2], wide(x.q).dtype
 
     def one(i: Any, results: Any) -> Any:
         head, number = i // tiles.queries.tiles * tiles.heads, i % tiles.queries.tiles
@@ -62,63 +91,110 @@ def _forward(x: Operands) -> tuple[Array, Array]:
         parts = (tile.by_query_head(part) for part in _forward_tile(tile, finite))
         return tuple(put(y, part, tile.at) for y, part in zip(results, parts, strict=True))
 
-    results = (jnp.zeros((h, n_q, d_v), x.q.dtype), jnp.zeros((h, n_q), wide(x.q).dtype))
-    out, lse = loop(len(x.k) // tiles.heads * tiles.queries.tiles, one, results)
-    return out, lse
+    results = (jnp.zeros((h, n_q, d_v), x.q.dtype), jnp.zeros((h, n_q), dtype), jnp.zeros((h, n_q), dtype))
+    out, largest, log_total = loop(len(x.k) // tiles.heads * tiles.queries.tiles, one, results)
+    return out, largest, log_total
 
 
-def _forward_tile(tile: QueryTile, finite: Array) -> tuple[Array, Array]:
-    """Return out ``(heads, rows, d_v)``, divided once, and lse ``(heads, rows)``."""
-    q = tile.rows(tile.x.q) * tile.x.scale  # (heads, rows, d_k)
+def _forward_tile(tile: QueryTile, finite: Array) -> tuple[Array, Array, Array]:
+    """Return out ``(heads, rows, d_v)``, divided once, the largest score and the logarithm of the total."""
+    value_unit, up = tile.value_unit, units_of(tile.x, tile.rows(tile.x.units)[..., None, :])
+
+    def add(weights: Array, j: Any, allowed: Allowed) -> Array:
+        return _over_keys(weights, divided(tile.keys(j)[1], value_unit), allowed, finite)  # (heads, rows, d_v)
+
+    out, total, largest, some = _sums(tile, tile.x.v.shape[2], add)
+    total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, and not by exclusion
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    return (
+        multiplied(out / jnp.where(total == 0, 1, total)[..., None], value_unit),
+        multiplied(largest[..., None], up)[..., 0], jnp.log(total),
+    )  # fmt: skip
+
+
+def _sums(tile: QueryTile, features: int, add: Callable[[Array, Any, Allowed], Array]) -> tuple[Array, ...]:
+    """Return Σ ``add(exp(score), key tile)``, Σ exp(score), the largest score in its unit, and whether any is."""
+    x, units = tile.x, tile.rows(tile.x.units)
+    q, up = divided(tile.rows(x.q) * x.scale, units[..., None, :]), units_of(x, units[..., None, :])  # (heads, rows, ·)
 
     def body(j: Any, carry: Any, allowed: Allowed) -> Any:
         out, total, largest, some = carry
-        k, v = tile.keys(j)
-        scores = _softcapped(_dot(q, k, (2, 2)), tile.x)  # (heads, rows, n_k)
+        scores = _softcapped(products(q, tile.keys(j)[0]), x, units[..., None, :])  # (heads, rows, n_k)
         if allowed is not None:
             scores = jnp.where(allowed(), scores, -jnp.inf)
         before, largest = largest, jnp.maximum(largest, jnp.max(scores, axis=-1))
         base = jnp.where(largest == -jnp.inf, 0, largest)
-        weights, rescale = jnp.exp(scores - base[..., None]), jnp.exp(before - base)
+        weights = jnp.exp(multiplied(scores - base[..., None], up))
+        rescale = jnp.exp(multiplied((before - base)[..., None], up))
         some = jnp.ones_like(some) if allowed is None else some | jnp.any(allowed(), axis=-1)
-        part = _over_keys(weights, v, allowed, finite)  # (heads, rows, d_v)
-        return out * rescale[..., None] + part, total * rescale + jnp.sum(weights, axis=-1), largest, some
+        out, total = out * rescale + add(weights, j, allowed), total * rescale[..., 0] + jnp.sum(weights, axis=-1)
+        return out, total, largest, some
 
-    out, total, largest, some = tile.over_keys(body, _no_keys(tile, q))
-    total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, and not by exclusion
-    lse = jnp.log(total) + jnp.where(largest == -jnp.inf, 0, largest)
-    return out / jnp.where(total == 0, 1, total)[..., None], lse
+    return tile.over_keys(body, _no_keys(tile, q, up, features))  # type: ignore[no-any-return]
 
 
-def _no_keys(tile: QueryTile, q: Array) -> tuple[Array, Array, Array, Array]:
-    """Return Σ exp(score) v, Σ exp(score), the largest score, and whether there was one, before any key."""
+def _no_keys(tile: QueryTile, q: Array, up: Any, features: int) -> tuple[Array, Array, Array, Array]:
+    """Return Σ exp(score) ·, Σ exp(score), the largest score, and whether there was one, before any key."""
     x, rows = tile.x, q.shape[:2]
-    out, some = jnp.zeros((*rows, x.v.shape[2]), q.dtype), jnp.zeros(rows, bool)
+    out, some = jnp.zeros((*rows, features), q.dtype), jnp.zeros(rows, bool)
     if x.sinks is None:
         return out, jnp.zeros(rows, q.dtype), jnp.full(rows, -jnp.inf, q.dtype), some
     sinks = take(x.sinks, tile.at[:1], (tile.tiles.heads * x.shared,)).reshape(-1, x.shared)
     sinks = jnp.repeat(sinks, tile.tiles.queries.length, axis=1).astype(q.dtype)  # (heads, rows)
-    return out, jnp.where(sinks == -jnp.inf, 0, jnp.ones_like(sinks)), sinks, some
+    return out, jnp.where(sinks == -jnp.inf, 0, jnp.ones_like(sinks)), divided(sinks[..., None], up)[..., 0], some
 
 
 @mapped_over_heads
-def _backward(x: Operands, dout: Array, lse: Array, shift: Array) -> tuple[Array, Array, Array]:
-    """Return dq ``(h, n_q, d_k)``, dk and dv; ``shift (h, n_q)`` is dlse − rowsum(dout · out)."""
+def _statistics(x: Operands, dout: Array) -> tuple[Array, Array, Array]:
+    """Return each row's largest score, in its unit, the logarithm of its total, and rowsum(weights · dweights).
+
+    ``x`` has its units already, here and in what follows.
+    """
+    tiles, dtype = tiles_of(x), wide(x.q).dtype
+
+    def one(i: Any, results: Any) -> Any:
+        head, number = i // tiles.queries.tiles * tiles.heads, i % tiles.queries.tiles
+        tile = QueryTile(x, tiles, head, number)
+        dout_t = tile.rows(dout)
+
+        def add(weights: Array, j: Any, allowed: Allowed) -> Array:
+            dweights = _dot(dout_t, divided(tile.keys(j)[1], tile.value_unit), (2, 2))
+            return jnp.sum(jnp.where(weights == 0, 0, weights * dweights), axis=-1, keepdims=True)
+
+        mean, total, largest, _ = _sums(tile, 1, add)
+        mean = mean[..., 0] / jnp.where(total == 0, 1, total)
+        parts = (jnp.where(largest == -jnp.inf, 0, largest), jnp.log(total), mean)
+        return tuple(put(y, tile.by_query_head(part), tile.at) for y, part in zip(results, parts, strict=True))
+
+    results = tuple(jnp.zeros(x.q.shape[:2], dtype) for _ in range(3))
+    largest, log_total, mean = loop(len(x.k) // tiles.heads * tiles.queries.tiles, one, results)
+    return largest, log_total, mean
+
+
+@mapped_over_heads
+def _backward(x: Operands, dout: Array, largest: Array, log_total: Array, shift: Array) -> tuple[Array, Array, Array]:
+    """Return dq ``(h, n_q, d_k)``, dk and dv, wide.
+
+    ``shift (h, n_q)`` is dlse − rowsum(dout · out), divided as the values are.
+    """
     tiles, finite = tiles_of(x), _finite(x.q, x.k, dout)
+    upstream = (dout, largest, log_total, shift)
 
     def one(i: Any, results: Any) -> Any:
         head = i * tiles.heads
 
         def queries(number: Any, carry: Any) -> Any:
-            return _backward_tile(QueryTile(x, tiles, head, number, once=True), (dout, lse, shift), finite, carry)
+            return _backward_tile(QueryTile(x, tiles, head, number, once=True), upstream, finite, carry)
 
         dq, dk, dv = results
         (_, n_k, d_k), d_v = x.k.shape, x.v.shape[2]
         dq, dkv_t = loop(tiles.queries.tiles, queries, (dq, jnp.zeros((tiles.heads, d_k + d_v, n_k), wide(x.k).dtype)))
         dkv = dkv_t.swapaxes(1, 2)  # (heads, n_k, d_k + d_v)
-        return dq, put(dk, dkv[..., :d_k], (head,)), put(dv, dkv[..., d_k:], (head,))
+        unit = take(x.value_units, (head,), (tiles.heads,))[:, None, None, :]
+        return dq, put(dk, multiplied(dkv[..., :d_k], unit), (head,)), put(dv, dkv[..., d_k:], (head,))
 
-    dq, dk, dv = loop(len(x.k) // tiles.heads, one, tuple(jnp.zeros_like(y) for y in (x.q, x.k, x.v)))
+    results = tuple(jnp.zeros_like(y, dtype=wide(y).dtype) for y in (x.q, x.k, x.v))
+    dq, dk, dv = loop(len(x.k) // tiles.heads, one, results)
     return dq, dk, dv
 
 
@@ -128,16 +204,19 @@ def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, 
     Apart, XLA would exchange a product's operands for the transpose that follows. That halves its rate,
     and where an axis is two or three long ends the process (jaxlib 0.10, CPU).
     """
-    x, (q, dout, lse, shift) = tile.x, (tile.rows(y) for y in (tile.x.q, *upstream))
-    q = q * x.scale
+    x, (q, units, dout, largest, log_total, shift) = tile.x, (tile.rows(y) for y in (tile.x.q, tile.x.units, *upstream))
+    units = units[..., None, :]
+    q, up = q * x.scale, units_of(x, units)
+    in_units = divided(q, units)
     # Each of the products below runs over rows or keys that lie side by side: none has to be transposed.
     q_t, dout_t = q.swapaxes(1, 2), dout.swapaxes(1, 2)
 
     def body(j: Any, carry: Any, allowed: Allowed) -> Any:
         dq, dkv_t = carry
         k, v = tile.keys(j)
-        scores = _softcapped(_dot(q, k, (2, 2)), x)  # (heads, rows, n_k)
-        weights = jnp.exp(scores - lse[..., None])
+        v = divided(v, tile.value_unit)
+        scores = _softcapped(products(in_units, k), x, units)  # (heads, rows, n_k)
+        weights = jnp.exp(multiplied(scores - largest[..., None], up) - log_total[..., None])
         dscores = weights * (_dot(dout, v, (2, 2)) + shift[..., None])
         if x.softcap is not None:
             dscores = dscores * (1 - (scores / x.softcap) ** 2)
@@ -149,10 +228,25 @@ def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, 
 
     dq, dkv_t = carry
     part, dkv_t = tile.over_keys(body, (jnp.zeros_like(q), dkv_t))
-    part = tile.by_query_head(part * x.scale)
+    part = tile.by_query_head(multiplied(part * x.scale, tile.value_unit))
     if tile.tiles.queries.overlaps:
         part = part + take(dq, tile.at, part.shape[:2])
     return put(dq, part, tile.at), dkv_t
+
+
+def multiplied(x: Array, units: Any) -> Array:
+    """Return ``x`` times the units of its rows, two factors on the last axis; None is 1."""
+    return x if units is None else x * units[..., 0] * units[..., 1]
+
+
+def divided(x: Array, units: Any) -> Array:
+    """Return ``x`` divided by the units of its rows."""
+    return x if units is None else x / units[..., 0] / units[..., 1]
+
+
+def units_of(x: Operands, units: Array) -> Array | None:
+    """Return the units in which scores are: none after a softcap, which keeps them small."""
+    return units if x.softcap is None else None
 
 
 def _over_keys(scores: Array, x: Array, allowed: Allowed, finite: Array) -> Array:
@@ -192,13 +286,25 @@ def _isolated(x: Array, scores: Array, allowed: Array) -> Array:
     return lax.fori_loop(np.int32(0), jnp.sum(fault, dtype=np.int32), add, total)
 
 
+def products(a: Array, b: Array) -> Array:
+    """Return a bᵀ, head by head.
+
+    A product over one feature XLA would compute again for each use, in one operation with what follows: its rounding,
+    as large as the scores are, would differ from use to use. So it gets a second feature, of zeros.
+    """
+    if a.shape[2] == 1:
+        a, b = (jnp.pad(y, ((0, 0), (0, 0), (0, 1))) for y in (a, b))
+    return _dot(a, b, (2, 2))
+
+
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     """Contract one axis of each, head by head."""
     return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((0,), (0,))))
 
 
-def _softcapped(scores: Array, x: Operands) -> Array:
-    return scores if x.softcap is None else jnp.tanh(scores / x.softcap) * x.softcap
+def _softcapped(scores: Array, x: Operands, units: Array) -> Array:
+    """Return scores after the softcap, if there is one."""
+    return scores if x.softcap is None else jnp.tanh(multiplied(scores, units) / x.softcap) * x.softcap
 
 
 def _finite(*arrays: Array) -> Array:

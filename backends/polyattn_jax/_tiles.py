@@ -25,6 +25,8 @@ SCORES = 2**19
 """Of one step, over the key heads that are computed together: two such tiles; one alone is slower."""
 FEW = 16
 """Rows that are computed with all keys at once: their scores are few beside the keys, which a tile would copy."""
+SMALL = 2**10
+"""Keys of a small tile, those of all its heads."""
 
 
 class Span(NamedTuple):
@@ -57,16 +59,22 @@ class Tiles(NamedTuple):
     heads: int
 
 
-def tiles_of(x: Operands) -> Tiles:
-    """Return tile lengths chosen from the shapes."""
+def tiles_of(x: Operands, *, small: bool = False) -> Tiles:
+    """Return tile lengths chosen from the shapes; few rows see all keys at once, or with ``small`` few of them."""
     n_q, (u, n_k, _) = x.q.shape[1], x.k.shape
     if n_q * x.shared <= FEW:
-        return Tiles(Span(n_q, n_q), Span(n_k, n_k), u)
+        keys = _even(n_k, SMALL // 8 if small else n_k)
+        return Tiles(Span(n_q, n_q), keys, _divisor(u, SMALL // keys.length if small else u))
     queries = _even(n_q, max(SIDE // x.shared, 64))
     rows = queries.length * x.shared
     room = SCORES // (rows * min(n_k, SIDE))
-    heads = max(n for n in range(1, max(min(room, u), 1) + 1) if u % n == 0)
+    heads = _divisor(u, room)
     return Tiles(queries, _even(n_k, max(SCORES // (rows * heads), 64)), heads)
+
+
+def _divisor(n: int, most: int) -> int:
+    """Return the largest divisor that is no larger than that, and at least 1."""
+    return max(m for m in range(1, max(min(most, n), 1) + 1) if n % m == 0)
 
 
 def _even(n: int, most: int) -> Span:
@@ -96,6 +104,11 @@ class QueryTile(NamedTuple):
         """Return its part ``(heads, rows, …)`` of an array ``(h, n_q, …)``, wide."""
         part = take(y, self.at, (self.tiles.heads * self.x.shared, self.tiles.queries.length))
         return wide(part).reshape(self.tiles.heads, -1, *y.shape[2:])
+
+    @property
+    def value_unit(self) -> Array:
+        """What the values of its heads are divided by, two factors: ``(heads, 1, 1, 2)``."""
+        return take(self.x.value_units, (self.head,), (self.tiles.heads,))[:, None, None, :]
 
     def by_query_head(self, part: Array) -> Array:
         """Reverse :meth:`rows`: return ``(heads · shared, n_q, …)``."""

@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, Problem
+from polyattn.backend import Array, Problem, RowStatistics
 
 from ._layout import WORTHWHILE, Call, Task, dense, folded
 from ._threads import run, thread_count
 
-__all__ = ["Buffers", "NotFinite", "cap", "finite", "forward", "threads_for", "wide"]
+__all__ = ["Buffers", "NotFinite", "cap", "finite", "forward", "moderate", "score_bound", "threads_for", "wide"]
 
 SAFE = {"float32": 30.0, "float64": 250.0}
 """exp(±SAFE) and its products with values and numbers of keys are far from the dtype's ends."""
+LARGE = 32.0
+"""Scores up to here may be computed in two ways; half of it, whose rounding is below 5e-7, is the largest log-sum-exp
+that may be one number."""
 PACK = 128  # queries from which transposing the keys pays
 SMALL = {"float32": 1e-34, "float64": 1e-280}
 """The least sum of squares of a tile's unnormalised results that cannot have lost digits to underflow."""
@@ -32,22 +35,22 @@ class NotFinite(Exception):
     """A score or a result that is not finite: for the generic kernel."""
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Return out and lse; :class:`NotFinite` where a score or a result is not."""
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return out and the row statistics; :class:`NotFinite` where a score or a result is not."""
     sizes, dtype = problem.sizes, wide(problem)
     out = np.empty((*sizes.scores[:-1], sizes.d_v), dtype=q.dtype)
-    lse = np.empty(sizes.scores[:-1], dtype=dtype)
-    inner, qkv, results = folded(problem, (q, k, v), (out, lse))
+    statistics = RowStatistics(*(np.zeros(sizes.scores[:-1], dtype=dtype) for _ in range(2)))
+    inner, qkv, results = folded(problem, (q, k, v), (out, *statistics))
     call = Call(inner, threads_for(inner), dtype)
     run(lambda: Forward(call, qkv, results).task, call.tasks(), call.threads)
-    return out, lse
+    return out, statistics
 
 
 class Forward:
     """One thread's buffers, and the forward of a task."""
 
     def __init__(self, call: Call, qkv: list[Array], results: list[Array]) -> None:
-        self.call, (self.q, self.k, self.v), (self.out, self.lse) = call, qkv, results
+        self.call, (self.q, self.k, self.v), (self.out, self.largest, self.log_total) = call, qkv, results
         self.buffers = Buffers(call.dtype)
 
     def task(self, task: Task) -> None:
@@ -172,7 +175,9 @@ class Forward:
             divisor = divisor * (1 - self.call.problem.dropout)
         to = self.call.by_row(self.out, task, *rows)
         np.divide(out.reshape(to.shape), divisor, out=to, dtype=self.call.dtype, casting="unsafe")
-        self.call.by_row(self.lse, task, *rows)[...] = (np.log(total) + largest).reshape(by_head)
+        if not safe:
+            self.call.by_row(self.largest, task, *rows)[...] = np.where(total == 0, 0, largest).reshape(by_head)
+        self.call.by_row(self.log_total, task, *rows)[...] = np.log(total).reshape(by_head)
         return True
 
 
@@ -215,6 +220,17 @@ def score_bound(q: Array, k: Array, problem: Problem) -> float:
     if problem.bias is not None and math.isfinite(bound):  # nothing is known of a bias, but −inf only excludes
         bound = max(bound, 1e9)
     return bound
+
+
+def moderate(q: Array, k: Array, lse: Array, problem: Problem) -> bool:
+    """Say whether the backward may rely on what another computation of the scores gave.
+
+    Two computations of a large score differ by its rounding, which exp makes a factor of every weight of the row, and
+    so does the rounding of a large log-sum-exp. ``q`` is scaled.
+    """
+    scores = math.sqrt(float(np.vecdot(q, q).max(initial=0)) * float(np.vecdot(k, k).max(initial=0)))
+    scores = scores if problem.softcap is None else min(scores, problem.softcap)
+    return scores <= LARGE and float(np.abs(lse).max(initial=0, where=~np.isneginf(lse))) <= LARGE / 2
 
 
 def finite(x: Array) -> bool:

@@ -1,20 +1,23 @@
 """The blocked kernel's backward: the lines of ``_blocked.Forward`` reversed, under the same names.
 
-A column that holds −lse beside the queries, against ones beside the keys, makes
+Where scores are moderate, a column that holds −lse beside the queries, against ones beside the keys, makes
 exp of one product the normalised weights; a column that holds −rowsum(dout · out)
 beside dout, against ones beside the values, does the same for their gradient
 (Dao et al., "FlashAttention", 2022, algorithm 4, without its passes over the scores).
+Where they are large, a first pass over the tiles finds what these very scores sum up to.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from polyattn.backend import Array, Problem, unbroadcast
+from polyattn.backend import Array, AttentionGrads, Problem, unbroadcast
 
-from ._blocked import Buffers, NotFinite, cap, finite, threads_for, wide
+from ._blocked import Buffers, NotFinite, cap, finite, moderate, score_bound, threads_for, wide
 from ._layout import Call, Task, dense, folded
 from ._threads import run
 
@@ -45,7 +48,7 @@ class Gradients(NamedTuple):
 
 def backward(
     dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-) -> tuple[Array, Array, Array, Array | None, Array | None]:
+) -> AttentionGrads:
     """Return the gradients; :class:`NotFinite` where one of them is not."""
     dtype = wide(problem)
     dq = np.empty((*problem.sizes.batch, *q.shape[-3:]), dtype=q.dtype)
@@ -76,7 +79,7 @@ def backward(
     cast = (
         None if x is None or dx is None else dx.astype(x.dtype, copy=False) for dx, x in zip(found, like, strict=True)
     )
-    return tuple(cast)  # type: ignore[return-value]  # five of them
+    return AttentionGrads(*cast)
 
 
 class Backward:
@@ -85,13 +88,17 @@ class Backward:
     def __init__(self, call: Call, operands: Operands, grads: Gradients) -> None:
         self.call, self.operands, self.grads = call, operands, grads
         self.buffers = Buffers(call.dtype)
+        self.large = False
+        """Whether the scores of the task at hand are large, so that the backward sums them up itself."""
+        self.own: tuple[Array, ...] | None = None
+        """Then the largest score of each row, and one over its Σ exp(score − largest): (kv heads, rows)."""
 
     def task(self, task: Task) -> None:
         """Prepare the rows of a task, go through its keys, and for each tile of keys through the queries."""
         call, x, dtype = self.call, self.operands, self.call.dtype
         first, last = call.keys(task, task.start, task.stop)
         k, v = (dense(keys[task.entry][task.kv_heads, first:last], dtype) for keys in (x.k, x.v))
-        q, dout = self._rows(task)  # (kv heads, rows, d_k + 1), (kv heads, rows, d_v + 1)
+        q, dout = self._rows(task, k, v)  # (kv heads, rows, d_k + 1), (kv heads, rows, d_v + 1)
         dq = self.buffers.take("dq", (*q.shape[:2], k.shape[2]))
         dq.fill(0)
         for start, stop in call.tiles(task):
@@ -105,7 +112,7 @@ class Backward:
         to = call.by_row(self.grads.dq, task, task.start, task.stop)
         np.multiply(dq.reshape(to.shape), call.problem.scale, out=to, dtype=call.dtype, casting="unsafe")
 
-    def _rows(self, task: Task) -> tuple[Array, Array]:
+    def _rows(self, task: Task, k: Array, v: Array) -> tuple[Array, Array]:
         """Return scaled queries beside −lse, and dout beside what the softmax's Jacobian subtracts from dweights."""
         call, problem, x, dtype = self.call, self.call.problem, self.operands, self.call.dtype
         span = (task, task.start, task.stop)
@@ -113,39 +120,89 @@ class Backward:
         q = self.buffers.take("q", (*q_.shape[:3], q_.shape[3] + 1))  # (kv heads, queries, groups, d_k + 1)
         dout = self.buffers.take("dout", (*dout_.shape[:3], dout_.shape[3] + 1))
         np.multiply(q_, problem.scale, out=q[..., :-1], dtype=dtype)
-        lse = np.where(np.isneginf(lse), 0, lse)  # in an empty row every pair is excluded in any case
-        q[..., -1] = -lse
         np.divide(dout_, 1 - problem.dropout, out=dout[..., :-1], dtype=dtype)  # as a kept weight is
-        shift = -np.vecdot(dout_, out, dtype=dtype)
+        lines = tuple(y.reshape(y.shape[0], -1, y.shape[3]) for y in (q, dout))
+        self.own, self.large = None, not moderate(q[..., :-1], k, lse, problem)
+        sinks = 0 if problem.sinks is None else problem.sinks[call.heads(task)].reshape(-1, 1, call.groups)
+        if not self.large:
+            lse = np.where(np.isneginf(lse), 0, lse)  # in an empty row every pair is excluded in any case
+            q[..., -1] = -lse
+            shift = -np.vecdot(dout_, out, dtype=dtype)
+            sink_weights = np.exp(sinks - lse, dtype=dtype)
+        else:
+            found = self._statistics(task, lines[0], lines[1], k, v)
+            largest, total, mean = (y.reshape(lse.shape) for y in found)
+            self.own = tuple(y.reshape(lines[0].shape[:2]) for y in (largest, 1 / total))
+            shift = -mean / total
+            sink_weights = np.exp(sinks - largest, dtype=dtype) / total
         if x.dlse is not None:
             shift += call.by_row(x.dlse, *span)
         dout[..., -1] = shift
-        if problem.sinks is not None and self.grads.dsinks is not None:
-            heads = call.heads(task)
-            sinks = problem.sinks[heads].reshape(-1, 1, call.groups)  # (kv heads, 1, groups)
-            dsinks = (np.exp(sinks - lse, dtype=dtype) * shift).sum(axis=1).reshape(-1)
+        if problem.sinks is not None and self.grads.dsinks is not None:  # (kv heads, queries, groups)
+            dsinks = (sink_weights * shift).sum(axis=1).reshape(-1)
             if not np.isfinite(dsinks).all():
                 raise NotFinite
-            self.grads.dsinks[task.piece][task.entry][heads] = dsinks
-        return q.reshape(q.shape[0], -1, q.shape[3]), dout.reshape(dout.shape[0], -1, dout.shape[3])
+            self.grads.dsinks[task.piece][task.entry][call.heads(task)] = dsinks
+        return lines[0], lines[1]
+
+    def _statistics(self, task: Task, q: Array, dout: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Return the largest score of each row, Σ exp(score − largest), and Σ exp(score − largest) · dweight.
+
+        The scores are those of :meth:`_weights` to the last bit: the same products of the same arrays.
+        """
+        call, problem, dtype = self.call, self.call.problem, self.call.dtype
+        if not math.isfinite(score_bound(q[..., :-1], k, problem)):
+            raise NotFinite
+        first, _ = call.keys(task, task.start, task.stop)
+        largest, total, mean = np.full(q.shape[:2], -math.inf, dtype), *np.zeros((2, *q.shape[:2]), dtype)
+        if problem.sinks is not None:
+            sinks = problem.sinks[call.heads(task)].reshape(-1, 1, call.groups)
+            largest.reshape(q.shape[0], -1, call.groups)[...] = sinks
+            total[...] = largest != -math.inf
+        for start, stop in call.tiles(task):
+            here = slice(start - first, stop - first)
+            k_t, v_t = self._beside_ones("k_t", k[:, here]), self._beside_ones("v_t", v[:, here])
+            for rows, lines, (a, b), keys in self._row_tiles(task, (start, stop)):
+                scores, _, excluded = self._scores(task, rows, (a, b), q[:, lines], k_t[:, :, keys])
+                if excluded is not None:
+                    np.copyto(excluded[1], -math.inf, where=excluded[0])
+                dweights = np.matmul(
+                    dout[:, lines, :-1], v_t[:, :-1, keys], out=self.buffers.take("dscores", scores.shape)
+                )
+                if problem.dropout:
+                    dweights *= call.kept(task, rows, (a, b), self.buffers.take)
+                before, top = largest[:, lines].copy(), largest[:, lines]
+                np.maximum(top, scores.max(axis=-1), out=top)
+                base = np.where(np.isneginf(top), 0, top)
+                np.exp(np.subtract(scores, base[..., None], out=scores), out=scores)
+                shrink = np.exp(before - base)
+                for total_, new in ((total, scores.sum(axis=-1)), (mean, np.vecdot(scores, dweights))):
+                    total_[:, lines] = total_[:, lines] * shrink + new
+        return np.where(np.isneginf(largest), 0, largest), np.where(total == 0, 1, total), mean
+
+    def _row_tiles(
+        self, task: Task, columns: tuple[int, int]
+    ) -> Iterator[tuple[tuple[int, int], slice, tuple[int, int], slice]]:
+        """Yield the rows that see some of a tile of keys: as queries, as lines of the task, and the keys they see."""
+        call = self.call
+        for start in range(task.start, task.stop, call.rows):
+            rows = (start, min(start + call.rows, task.stop))
+            first, last = call.keys(task, *rows)
+            a, b = max(columns[0], first), min(columns[1], last)
+            if a < b:
+                yield rows, _span(task, rows, call.groups), (a, b), slice(a - columns[0], b - columns[0])
 
     def _keys(
         self, task: Task, columns: tuple[int, int], q: Array, dout: Array, k: Array, v: Array,
         dq: Array, dk: Array, dv: Array,
     ) -> None:  # fmt: skip
         """Put the gradients of a tile of keys into dk and dv, still zero, and add to dq what it gives the queries."""
-        call, take = self.call, self.buffers.take
+        take = self.buffers.take
         k_t, v_t = self._beside_ones("k_t", k), self._beside_ones("v_t", v)  # (kv heads, d + 1, keys)
         untouched = True
-        for start in range(task.start, task.stop, call.rows):
-            rows = (start, min(start + call.rows, task.stop))
-            first, last = call.keys(task, *rows)
-            a, b = max(columns[0], first), min(columns[1], last)
-            if a >= b:
-                continue
-            here, keys = _span(task, rows, call.groups), slice(a - columns[0], b - columns[0])
+        for rows, here, (a, b), keys in self._row_tiles(task, columns):
             operands = q[:, here], dout[:, here], k_t[:, :, keys], v_t[:, :, keys]
-            weights, dscores = self._tile(task, rows, (a, b), *operands)
+            weights, dscores = self._tile(task, rows, (a, b), here, *operands)
             dq[:, here] += np.matmul(dscores, k[:, keys], out=take("dq'", dq[:, here].shape))
             for dx, left, right in ((dv, weights, dout), (dk, dscores, q)):
                 if untouched and (a, b) == columns:
@@ -156,11 +213,12 @@ class Backward:
             untouched = False
 
     def _tile(
-        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, dout: Array, k_t: Array, v_t: Array
-    ) -> tuple[Array, Array]:
+        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], lines: slice, q: Array, dout: Array,
+        k_t: Array, v_t: Array,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the weights of a tile after dropout, and the gradient of its scores before the scale."""
         call, problem = self.call, self.call.problem
-        weights, capped = self._weights(task, rows, columns, q, k_t)
+        weights, capped = self._weights(task, rows, columns, lines, q, k_t)
         dscores = self.buffers.take("dscores", weights.shape)
         if problem.dropout:
             keep = call.kept(task, rows, columns, self.buffers.take)
@@ -181,25 +239,41 @@ class Backward:
         return weights, dscores
 
     def _weights(
-        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, k_t: Array
+        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], lines: slice, q: Array, k_t: Array
     ) -> tuple[Array, Array | None]:
         """Return the normalised weights of a tile, and its scores after a softcap, if there is one."""
+        scores, capped, excluded = self._scores(task, rows, columns, q, k_t)
+        if self.own is not None:
+            scores -= self.own[0][:, lines, None]
+        weights = np.exp(scores, out=scores)
+        if self.own is not None:
+            weights *= self.own[1][:, lines, None]
+        if excluded is not None:
+            np.copyto(excluded[1], 0, where=excluded[0])
+        return weights, capped
+
+    def _scores(
+        self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, k_t: Array
+    ) -> tuple[Array, Array | None, tuple[Array, Array] | None]:
+        """Return the scores of a tile, less lse where that is moderate; those after a softcap; and what is excluded.
+
+        That is where, and a view of the scores to fit.
+        """
         call, problem, take = self.call, self.call.problem, self.buffers.take
-        shape, capped = (*q.shape[:2], k_t.shape[2]), None
-        if problem.softcap is None:
-            scores = np.matmul(q, k_t, out=take("scores", shape))
-        else:
+        shape, capped, column = (*q.shape[:2], k_t.shape[2]), None, not self.large
+        if problem.softcap is not None:
             capped = np.matmul(q[..., :-1], k_t[:, :-1], out=take("capped", shape))
             cap(capped, problem)
-            scores = np.add(capped, q[..., -1:], out=take("scores", shape))
+            scores = np.add(capped, q[..., -1:] if column else 0, out=take("scores", shape))
+        elif column:
+            scores = np.matmul(q, k_t, out=take("scores", shape))
+        else:
+            scores = np.matmul(q[..., :-1], k_t[:, :-1], out=take("scores", shape))
         by_head = scores.reshape(shape[0], rows[1] - rows[0], -1, shape[2])  # (kv heads, queries, groups, keys)
         if problem.bias is not None:
             by_head += call.bias(task, rows, columns)
-        weights = np.exp(scores, out=scores)
         excluded = None if call.plain else call.excluded(task, rows, columns)
-        if excluded is not None:
-            np.copyto(by_head, 0, where=excluded)
-        return weights, capped
+        return scores, capped, None if excluded is None else (excluded, by_head)
 
     def _add_bias(self, dscores: Array, dbias: Array) -> None:
         """Add a tile's score gradient to the bias's, summed over the axes along which the bias was broadcast."""

@@ -6,7 +6,16 @@ every result is looked at, which is a pass over rows, not over scores.
 
 from __future__ import annotations
 
-from polyattn.backend import AlibiBias, Array, Problem, StructuredBias, StructuredMask, TiledKernel
+from polyattn.backend import (
+    AlibiBias,
+    Array,
+    AttentionGrads,
+    Problem,
+    RowStatistics,
+    StructuredBias,
+    StructuredMask,
+    TiledKernel,
+)
 
 from ._blocked import NotFinite, forward, wide
 from ._blocked_backward import backward
@@ -33,7 +42,7 @@ class BlockedKernel:
             return "a float64 bias of narrower inputs is left to the generic kernel"
         return None
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Sum exp(score) v and exp(score) over the tiles of each row, and divide once."""
         try:
             return forward(q, k, v, problem)
@@ -41,10 +50,11 @@ class BlockedKernel:
             return TILED.forward(q, k, v, problem)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """Compute each tile's weights again from lse, and reverse the lines of the forward."""
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
+        """Compute each tile's weights again from the row statistics, and reverse the lines of the forward."""
         try:
-            return backward(dout, dlse, q, k, v, out, lse, problem)
+            return backward(dout, dlse, q, k, v, out, statistics.lse, problem)
         except NotFinite:
-            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+            return TILED.backward(dout, dlse, q, k, v, out, statistics, problem)

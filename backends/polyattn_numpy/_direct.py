@@ -11,9 +11,19 @@ import math
 
 import numpy as np
 
-from polyattn.backend import AlibiBias, Array, Problem, TiledKernel, allowed_in, expand, unbroadcast
+from polyattn.backend import (
+    AlibiBias,
+    Array,
+    AttentionGrads,
+    Problem,
+    RowStatistics,
+    TiledKernel,
+    allowed_in,
+    expand,
+    unbroadcast,
+)
 
-from ._blocked import cap, wide
+from ._blocked import cap, moderate, wide
 from ._blocked_kernel import BlockedKernel
 from ._threads import blas_within_limit
 
@@ -36,66 +46,80 @@ class DirectKernel:
             return f"it is for one query, or for at most {SCORES} scores"
         return BLOCKED.supports(problem)
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
         sizes, dtype = problem.sizes, wide(problem)
         q_, k_, v_ = (x.astype(dtype, copy=False) for x in (q, k, v))
         with blas_within_limit():
-            scores, _, allowed = _scores(q_, k_, problem)  # (…, H, n_q, n_k)
-            largest = scores.max(axis=-1, keepdims=True)  # (…, H, n_q, 1)
-            if problem.sinks is not None:
-                largest = np.maximum(largest, problem.sinks[:, None, None], dtype=dtype)
-            if allowed is not None or problem.sinks is not None:
-                largest[np.isneginf(largest)] = 0  # nothing to attend to
-            np.exp(np.subtract(scores, largest, out=scores), out=scores)
-            total = scores.sum(axis=-1, keepdims=True)
-            if problem.sinks is not None:
-                total += np.exp(problem.sinks[:, None, None] - largest)
+            scores, capped, allowed = _scores(q_, k_, problem)  # (…, H, n_q, n_k)
+            lowest = capped.min()
+            scores, total, largest = _exponentials(scores, allowed, problem)
             out = _by_head(_by_kv_head(scores, problem) @ v_, problem)  # (…, H, n_q, d_v)
-        if allowed is not None:
-            empty = total == 0
-            if empty.any():
-                if (allowed & empty).any():  # scores that are all −inf, and none of them excluded
-                    return TILED.forward(q, k, v, problem)
-                total[empty] = 1
-            if not np.isfinite(out.sum()):
+        empty = total == 0
+        if empty.any():
+            if allowed is None or (allowed & empty).any():  # scores that are all −inf, and none of them excluded
                 return TILED.forward(q, k, v, problem)
-            largest[empty] = -math.inf
+            total = np.where(empty, 1, total)
+        if not math.isfinite(out.sum()) or lowest == -math.inf:  # NaN, infinity, or an overflow
+            return TILED.forward(q, k, v, problem)
+        log_total = np.where(empty, -math.inf, np.log(total))
+        statistics = (expand(np, x[..., 0], sizes.scores[:-1]) for x in (largest, log_total))
         out = expand(np, out / total, (*sizes.scores[:-1], sizes.d_v))
-        lse = (np.log(total) + largest)[..., 0]
-        return out.astype(q.dtype, copy=False), expand(np, lse, sizes.scores[:-1])
+        return out.astype(q.dtype, copy=False), RowStatistics(*statistics)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Reverse the lines of the forward, with the scores computed again."""
         dtype = wide(problem)
         q_, k_, v_, dout_ = (x.astype(dtype, copy=False) for x in (q, k, v, dout))
         with blas_within_limit():
             scores, capped, allowed = _scores(q_, k_, problem)
-            lse_ = np.where(np.isneginf(lse), 0, lse)[..., None]  # (…, H, n_q, 1)
-            weights = np.exp(scores - lse_)  # lse has axes that only v brings
+            dweights = _by_head(_by_kv_head(dout_, problem) @ v_.swapaxes(-1, -2), problem)  # (…, H, n_q, n_k)
+            if moderate(q_ * problem.scale, k_, statistics.lse, problem):
+                lse = np.where(np.isneginf(statistics.lse), 0, statistics.lse)[..., None]  # (…, H, n_q, 1)
+                weights = np.exp(scores - lse)  # lse has axes that only v brings
+                shift = -np.vecdot(dout_, out, dtype=dtype)  # (…, H, n_q)
+                sink_weights = 0 if problem.sinks is None else np.exp(problem.sinks[:, None] - lse[..., 0], dtype=dtype)
+            else:  # another computation of large scores would not be consistent with this one
+                weights, total, largest = _exponentials(scores, allowed, problem)
+                total = np.where(total == 0, 1, total)
+                weights = weights / total
+                shift = -np.vecdot(weights, dweights)
+                sink_weights = (
+                    0 if problem.sinks is None else (np.exp(problem.sinks[:, None, None] - largest) / total)[..., 0]
+                )
             # out = weights v
             dv = _by_kv_head(weights, problem).swapaxes(-1, -2) @ _by_kv_head(dout_, problem)  # (…, H_kv, n_k, d_v)
-            dweights = _by_head(_by_kv_head(dout_, problem) @ v_.swapaxes(-1, -2), problem)  # (…, H, n_q, n_k)
-            shift = -np.vecdot(dout_, out, dtype=dtype)  # (…, H, n_q)
             if dlse is not None:
                 shift = shift + dlse
             dscores = weights * (dweights + shift[..., None])
             dbias = None if problem.bias_array is None else _like(dscores, problem.bias_array)
-            dsinks = None
-            if problem.sinks is not None:
-                sink_weights = np.exp(problem.sinks[:, None] - lse_[..., 0], dtype=dtype)
-                dsinks = _like((sink_weights * shift).sum(axis=-1), problem.sinks)
+            dsinks = None if problem.sinks is None else _like((sink_weights * shift).sum(axis=-1), problem.sinks)
             if problem.softcap is not None:  # c · tanh(score / c)
                 dscores = dscores * (1 - (capped / problem.softcap) ** 2)
             dscores = dscores * problem.scale  # not in place: dbias may be this array
             dq = _by_head(_by_kv_head(dscores, problem) @ k_, problem)  # (…, H, n_q, d_k)
             dk = _by_kv_head(dscores, problem).swapaxes(-1, -2) @ _by_kv_head(q_, problem)  # (…, H_kv, n_k, d_k)
-        grads = (_like(dq, q), _like(dk, k), _like(dv, v), dbias, dsinks)
-        if allowed is not None and not all(np.isfinite(dx.sum()) for dx in grads if dx is not None):
-            return TILED.backward(dout, dlse, q, k, v, out, lse, problem)
+        grads = AttentionGrads(_like(dq, q), _like(dk, k), _like(dv, v), dbias, dsinks)
+        if not all(math.isfinite(dx.sum()) for dx in grads if dx is not None):  # NaN, infinity, or an overflow
+            return TILED.backward(dout, dlse, q, k, v, out, statistics, problem)
         return grads
+
+
+def _exponentials(scores: Array, allowed: Array | None, problem: Problem) -> tuple[Array, Array, Array]:
+    """Return exp(score − largest) in the memory of the scores, its sum, and the largest; zeros in an empty row."""
+    largest = scores.max(axis=-1, keepdims=True)  # (…, H, n_q, 1)
+    if problem.sinks is not None:
+        largest = np.maximum(largest, problem.sinks[:, None, None], dtype=scores.dtype)
+    if allowed is not None or problem.sinks is not None:
+        largest[np.isneginf(largest)] = 0  # nothing to attend to
+    np.exp(np.subtract(scores, largest, out=scores), out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    if problem.sinks is not None:
+        total += np.exp(problem.sinks[:, None, None] - largest)
+    return scores, total, largest
 
 
 def _scores(q: Array, k: Array, problem: Problem) -> tuple[Array, Array, Array | None]:

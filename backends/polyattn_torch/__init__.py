@@ -161,9 +161,14 @@ class TorchBackend(Backend):
         if predicate.is_meta:
             return if_true()
         traced = torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(predicate)
+        traced = traced or torch._C._len_torch_dispatch_stack() > 0  # make_fx, for instance
         if not traced:
             return super().cond(predicate, if_true, if_false)
-        return _pytree.tree_map(lambda a, b: torch.where(predicate, a, b), if_true(), if_false())
+
+        def chosen(a: Any, b: Any) -> Any:
+            return None if a is None else torch.where(predicate, a, b)
+
+        return _pytree.tree_map(chosen, if_true(), if_false())
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself, unless torch follows."""

@@ -2,6 +2,12 @@
 
 Every call is judged by its results. A NaN or infinity leaves them not finite,
 whether it is excluded or not, and the tiles then decide which it was.
+
+The operations know one rounded log-sum-exp a row. Its rounding is a factor of
+every weight of the row in the backward: where it is small enough not to show, the
+largest score is said to be 0 in every row, by an array without strides, so that
+the backward sees that without waiting for a device. Elsewhere the backward, and
+what joins parts, is left to the tiles.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from polyattn.backend import Array, Problem, allowed_in
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, allowed_in, statistics_of_lse
 
 from ._kernel import Part, varies
 from ._modes import transformed
@@ -24,6 +30,8 @@ from ._operations import operation
 __all__ = ["backward", "forward", "opaque"]
 
 LARGE = 1e38  # below the largest float32
+SMALL = {"float16": 1024.0, "bfloat16": 1024.0, "float32": 16.0, "float64": 16.0}
+"""Log-sum-exps whose rounding does not show: in float32 it is below 5e-7 here, 1e-7 of a 16-bit number's own."""
 
 
 def opaque(*arrays: Array | None) -> bool:
@@ -101,8 +109,8 @@ def alike(problem: Problem) -> bool:
     return one_mask and (problem.sizes.n_q == 1 or not varies(problem))
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -> tuple[Array, Array] | None:
-    """Return out and lse, or None where the tiles have to look."""
+def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -> tuple[Array, RowStatistics] | None:
+    """Return out and the row statistics, or None where the tiles have to look."""
     layout, rows = Layout(problem, calls, (q, k, v)), problem.sizes.scores[:-1]
     operands = layout.lay_all(q, k, v)
     if layout.whole:
@@ -117,13 +125,32 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -
             out[:, :, part.rows], lse[:, :, part.rows] = out_, lse_
             doubt = doubt + more
     out, lse = layout.back(out, (*rows, problem.sizes.d_v)), lse.reshape(rows)
+    most = largest_magnitude(lse)
     if problem.sinks is not None:  # one more key, whose value is zero
         sinks = problem.sinks.to(lse.dtype)
+        most = torch.maximum(most, largest_magnitude(sinks))
         out, lse = joined((out, lse), (torch.zeros_like(out), sinks[:, None]))
         doubt = doubt + (sinks * 0).sum()
-    if not math.isfinite(doubt) and not (bounded(*operands[:2], problem.scale) and math.isfinite(total(out))):
+    doubt_, most_ = torch.stack((doubt.to(most.dtype), most)).tolist()
+    if not math.isfinite(doubt_) and not (bounded(*operands[:2], problem.scale) and math.isfinite(total(out))):
         return None
-    return out.to(q.dtype), lse
+    if most_ <= SMALL[problem.dtype]:
+        return out.to(q.dtype), RowStatistics(lse.new_zeros(()).expand(lse.shape), lse)
+    if problem.sinks is not None or any(part.more for part in calls):
+        return None  # what was joined has lost digits
+    return out.to(q.dtype), statistics_of_lse(problem.xp, lse)
+
+
+def largest_magnitude(lse: Array) -> Array:
+    """Return the largest absolute value but for −inf, which says that there is nothing."""
+    return torch.where(lse == -math.inf, 0.0, lse).abs().amax()
+
+
+def is_small(statistics: RowStatistics, dtype: str) -> bool:
+    """Say whether the rounding of the log-sum-exp does not show, without a look at values where it can be."""
+    if not any(statistics.largest.stride()) and statistics.largest.ndim:
+        return True
+    return bool(largest_magnitude(statistics.lse) <= SMALL[dtype])
 
 
 def attend(layout: Layout, operands: Any, problem: Problem, part: Part) -> tuple[Array, Array, Array]:
@@ -139,10 +166,13 @@ def attend(layout: Layout, operands: Any, problem: Problem, part: Part) -> tuple
 
 
 def backward(
-    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem,
-    calls: list[Part],
-) -> tuple[Array, Array, Array, Array | None, Array | None] | None:  # fmt: skip
-    """Return the gradients of q, k, v, bias and sinks, or None where the tiles have to look."""
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+    problem: Problem, calls: list[Part],
+) -> AttentionGrads | None:  # fmt: skip
+    """Return the gradients, or None where the tiles have to look."""
+    if not is_small(statistics, problem.dtype):
+        return None
+    lse = statistics.lse
     layout = Layout(problem, calls, (q, k, v), columns=0 if dlse is None else 1)
     operands = layout.lay_all(q, k, v)
     dout_, out_, lse_ = layout.lay(dout), layout.lay(out), layout.lay_rows(lse)
@@ -164,7 +194,7 @@ def backward(
     if any(part.causal or part.masked for part in calls) and not math.isfinite(sum(map(total, grads))):
         return None
     dq, dk, dv = (layout.back(dx, x.shape).to(x.dtype) for dx, x in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv, None, sinks_gradient(dout, dlse, out, lse, problem)
+    return AttentionGrads(dq, dk, dv, None, sinks_gradient(dout, dlse, out, lse, problem))
 
 
 def attend_backward(

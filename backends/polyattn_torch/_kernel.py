@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyattn.backend import Array, Problem, TiledKernel
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, TiledKernel
 
 __all__ = ["FusedKernel", "Part", "parts", "varies"]
 
@@ -37,6 +37,7 @@ class FusedKernel:
     """The kernel behind torch's ``scaled_dot_product_attention``, called with our cache in place of a graph."""
 
     name = "fused"
+    joins_statistics = True
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the fused operations compute exactly as the semantics say."""
@@ -59,7 +60,7 @@ class FusedKernel:
             return cuda_reason(problem)
         return None if device == "cpu" else f"there is no fused operation on {problem.device}"
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the fused forward on each part; hand what is not finite, or followed by a transform, to the tiles."""
         from ._fused import forward, opaque
 
@@ -67,14 +68,16 @@ class FusedKernel:
         return TILED.forward(q, k, v, problem) if result is None else result
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """Run the fused backward on each part, with the out and lse of the whole rows."""
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
+        """Run the fused backward on each part, with the out and log-sum-exp of the whole rows."""
         from ._fused import backward, opaque
 
-        arrays = (dout, dlse, q, k, v, out, lse)
-        result = None if opaque(*arrays) else backward(*arrays, problem, parts(problem))
-        return TILED.backward(*arrays, problem) if result is None else result
+        arrays = (dout, dlse, q, k, v, out)
+        opaque_ = opaque(*arrays, *statistics)
+        result = None if opaque_ else backward(*arrays, statistics, problem, parts(problem))
+        return TILED.backward(*arrays, statistics, problem) if result is None else result
 
 
 def parts(problem: Problem) -> list[Part]:

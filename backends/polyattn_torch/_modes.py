@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from polyattn.backend import Array, Kernel, Problem, TiledKernel
+from polyattn.backend import Array, AttentionGrads, Kernel, Problem, RowStatistics, TiledKernel
 
 from ._kernel import FusedKernel
 
@@ -21,24 +21,26 @@ class Recorded:
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.kernel = kernel.name, kernel
+        self.joins_statistics: bool = getattr(kernel, "joins_statistics", False)
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the kernel does."""
         return self.kernel.supports(problem)
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Return out and lse, differentiable by what is written out."""
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+        """Return out and the row statistics, differentiable by what is written out."""
         from ._nodes import attention
 
         return attention(self.kernel, q, k, v, problem)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """Return the gradients; what they in turn depend on counts out and lse in."""
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
+        """Return the gradients; what they in turn depend on counts out and the statistics in."""
         from ._nodes import attention_backward
 
-        return attention_backward(self.kernel, dout, dlse, q, k, v, out, lse, problem)
+        return attention_backward(self.kernel, dout, dlse, q, k, v, out, statistics, problem)
 
 
 class Compiled:
@@ -46,24 +48,26 @@ class Compiled:
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.kernel = kernel.name, kernel
+        self.joins_statistics: bool = getattr(kernel, "joins_statistics", False)
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the kernel does."""
         return self.kernel.supports(problem)
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Call the operator."""
         from ._operators import attention
 
         return attention(self.name, q, k, v, problem)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Call the operator, likewise."""
         from ._operators import attention_backward
 
-        return attention_backward(self.name, dout, dlse, q, k, v, out, lse, problem)
+        return attention_backward(self.name, dout, dlse, q, k, v, out, statistics, problem)
 
 
 PLAIN: Sequence[Kernel] = (FUSED,)

@@ -1,8 +1,10 @@
 """Attention, its backward and the backward of that as autograd nodes, in linear memory. Needs torch.
 
 A node keeps its operands and computes the rest again. Its derivatives are those
-of the whole formula: out and lse, which a backward is handed, count as the
-functions of the inputs that they are, so nothing goes back through them.
+of the whole formula: out and the row statistics, which a backward is handed,
+count as the functions of the inputs that they are, so nothing goes back through
+them. Of the statistics only the sum, the log-sum-exp, has derivatives: they
+stand at the second of the two, and the largest score counts as a constant.
 """
 
 from __future__ import annotations
@@ -12,42 +14,50 @@ from typing import Any
 
 import torch
 
-from polyattn.backend import Array, Kernel, Problem, Tangents, attention_backward_vjp, attention_tangents
+from polyattn.backend import (
+    Array,
+    AttentionGrads,
+    Kernel,
+    Problem,
+    RowStatistics,
+    Tangents,
+    attention_backward_vjp,
+    attention_tangents,
+)
 
 __all__ = ["attention", "attention_backward"]
 
 ARRAYS = ("bias", "table", "sinks", "mask", "q_offset", "key_lengths", "seed", "q_segments", "k_segments")
 """What a problem may have as tensors; the first three have gradients."""
-OUT_AND_LSE = (7, 8)
+OUT_AND_STATISTICS = (7, 8, 9)
 """Where they stand among the operands of :class:`_Second`."""
-Gradients = tuple[Array, Array, Array, Array | None, Array | None]
 
 
-def attention(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Return a kernel's out and lse as one node."""
+def attention(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return a kernel's out and row statistics as one node."""
     bare, arrays = taken_apart(problem)
-    out, lse = _Attention.apply(kernel, bare, q, k, v, *arrays)
-    return out, lse
+    out, *statistics = _Attention.apply(kernel, bare, q, k, v, *arrays)
+    return out, RowStatistics(*statistics)
 
 
 def attention_backward(
-    kernel: Kernel, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    problem: Problem,
-) -> Gradients:  # fmt: skip
+    kernel: Kernel, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
+    statistics: RowStatistics, problem: Problem,
+) -> AttentionGrads:  # fmt: skip
     """Return a kernel's gradients as one node."""
     bare, arrays = taken_apart(problem)
-    grads: Gradients = _Backward.apply(kernel, bare, dout, dlse, out, lse, q, k, v, *arrays)
-    return grads
+    return AttentionGrads(*_Backward.apply(kernel, bare, dout, dlse, out, *statistics, q, k, v, *arrays))
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
-    """``out, lse = kernel.forward(q, k, v, problem)``."""
+    """``out, statistics = kernel.forward(q, k, v, problem)``."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(kernel: Any, bare: Any, q: Any, k: Any, v: Any, *arrays: Any) -> Any:
-        return kernel.forward(q, k, v, put_together(bare, arrays))
+        out, statistics = kernel.forward(q, k, v, put_together(bare, arrays))
+        return (out, *statistics)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -56,30 +66,32 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
         keep(ctx, *output, *operands)
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        out, lse, q, k, v, *arrays = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dbias, dsinks = _Backward.apply(ctx.kernel, ctx.bare, dout, dlse, out, lse, q, k, v, *arrays)
+    def backward(ctx: Any, dout: Any, _dlargest: Any, dlse: Any) -> Any:
+        out, *others = ctx.saved_tensors
+        dout, arrays = torch.zeros_like(out) if dout is None else dout, others[5:]
+        dq, dk, dv, dbias, dsinks = _Backward.apply(ctx.kernel, ctx.bare, dout, dlse, out, *others)
         return None, None, dq, dk, dv, *spread(arrays, dbias, dsinks)
 
     @staticmethod
     def jvp(ctx: Any, _kernel: Any, _bare: Any, *moved: Any) -> Any:
-        out, lse, q, k, v, *arrays = ctx.saved_tensors
-        tangents = tangents_of(*moved)
-        result = attention_tangents(q, k, v, tangents, out, lse, put_together(ctx.bare, arrays))
-        return result.out_dot.to(out.dtype), result.lse_dot.to(lse.dtype)
+        out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
+        tangents, statistics = tangents_of(*moved), RowStatistics(largest, log_total)
+        result = attention_tangents(q, k, v, tangents, out, statistics, put_together(ctx.bare, arrays))
+        return result.out_dot.to(out.dtype), torch.zeros_like(largest), result.lse_dot.to(log_total.dtype)
 
 
 class _Backward(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
-    """``kernel.backward(dout, dlse, q, k, v, out, lse, problem)``."""
+    """``kernel.backward(dout, dlse, q, k, v, out, statistics, problem)``."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        kernel: Any, bare: Any, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *arrays: Any
-    ) -> Any:
-        return kernel.backward(dout, dlse, q, k, v, out, lse, put_together(bare, arrays))
+        kernel: Any, bare: Any, dout: Any, dlse: Any, out: Any, largest: Any, log_total: Any, q: Any, k: Any, v: Any,
+        *arrays: Any,
+    ) -> Any:  # fmt: skip
+        statistics = RowStatistics(largest, log_total)
+        return tuple(kernel.backward(dout, dlse, q, k, v, out, statistics, put_together(bare, arrays)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -89,20 +101,20 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        dout, dlse, out, lse, *operands = ctx.saved_tensors
-        ddout, ddlse, *grads = _Second.apply(ctx.kernel, ctx.bare, *cotangents, dout, dlse, out, lse, *operands)
-        return None, None, ddout, ddlse, None, None, *grads
+        ddout, ddlse, *grads = _Second.apply(ctx.kernel, ctx.bare, *cotangents, *ctx.saved_tensors)
+        return None, None, ddout, ddlse, None, None, None, *grads
 
     @staticmethod
-    def jvp(ctx: Any, _kernel: Any, _bare: Any, dout_dot: Any, dlse_dot: Any, _out: Any, _lse: Any, *moved: Any) -> Any:
+    def jvp(ctx: Any, _kernel: Any, _bare: Any, dout_dot: Any, dlse_dot: Any, *others: Any) -> Any:
         """∇L moves by its own derivative along the inputs, and by the backward of what dout and dlse move by."""
-        dout, dlse, out, lse, q, k, v, *arrays = ctx.saved_tensors
-        problem = put_together(ctx.bare, arrays)
-        _, _, of = attention_backward_vjp(tangents_of(*moved), dout, dlse, q, k, v, out, lse, problem)
+        dout, dlse, out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
+        problem, statistics = put_together(ctx.bare, arrays), RowStatistics(largest, log_total)
+        moved = tangents_of(*others[3:])  # those of out and the statistics are in the formula
+        _, _, of = attention_backward_vjp(moved, dout, dlse, q, k, v, out, statistics, problem)
         if dout_dot is None and dlse_dot is None:
             return tuple(of)
         dout_dot = torch.zeros_like(dout) if dout_dot is None else dout_dot
-        more = ctx.kernel.backward(dout_dot, dlse_dot, q, k, v, out, lse, problem)
+        more = ctx.kernel.backward(dout_dot, dlse_dot, q, k, v, out, statistics, problem)
         return tuple(None if x is None else x + y for x, y in zip(of, more, strict=True))
 
 
@@ -124,17 +136,19 @@ class _Second(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Differentiate the formula as it is written, out and lse as part of it: a third derivative is recorded."""
+        """Differentiate the formula as it is written, out and the statistics too: a third derivative is recorded."""
         operands = ctx.saved_tensors
-        moving = [i for i, x in enumerate(operands) if x is not None and x.is_floating_point() and i not in OUT_AND_LSE]
+        moving = [
+            i for i, x in enumerate(operands) if x is not None and x.is_floating_point() and i not in OUT_AND_STATISTICS
+        ]
 
         def formula(*given: Any) -> Any:
             now = list(operands)
             for i, x in zip(moving, given, strict=True):
                 now[i] = x
-            *before, _, _, q, k, v = now[:12]
-            out, lse = attention(ctx.kernel, q, k, v, put_together(ctx.bare, now[12:]))
-            return tuple(y for y in second(ctx.bare, *before, out, lse, *now[9:]) if y is not None)
+            before, (q, k, v) = now[:7], now[10:13]
+            out, statistics = attention(ctx.kernel, q, k, v, put_together(ctx.bare, now[13:]))
+            return tuple(y for y in second(ctx.bare, *before, out, *statistics, *now[10:]) if y is not None)
 
         ys, pull = torch.func.vjp(formula, *(operands[i] for i in moving))
         given = (u for u, there in zip(cotangents, ctx.present, strict=True) if there)
@@ -145,9 +159,9 @@ class _Second(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 
 def second(bare: Problem, *operands: Any) -> tuple[Array | None, ...]:
     """Return what :class:`_Second` does, each in the dtype of what it belongs to."""
-    cotangents, (dout, dlse, out, lse, q, k, v), arrays = operands[:5], operands[5:12], operands[12:]
-    problem = put_together(bare, arrays)
-    ddout, ddlse, of = attention_backward_vjp(Tangents(*cotangents), dout, dlse, q, k, v, out, lse, problem)
+    (dout, dlse, out, largest, log_total), (q, k, v), arrays = operands[5:10], operands[10:13], operands[13:]
+    problem, statistics, cotangents = put_together(bare, arrays), RowStatistics(largest, log_total), operands[:5]
+    ddout, ddlse, of = attention_backward_vjp(Tangents(*cotangents), dout, dlse, q, k, v, out, statistics, problem)
     grads = (of.q, of.k, of.v, *spread(arrays, of.bias, of.sinks))
     return ddout.to(dout.dtype), None if dlse is None else ddlse.to(dlse.dtype), *grads
 

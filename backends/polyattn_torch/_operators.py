@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polyattn.backend import Array, Problem, Sizes, dtype_name
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Sizes, dtype_name
 
 from . import backend
 from ._modes import FUSED, TILED
@@ -30,20 +30,21 @@ SCHEMA = """
 """.strip()
 
 
-def attention(kernel: str, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Call the operator for out and lse."""
-    out, lse = torch.ops.polyattn.attention(q, k, v, *arguments(problem), kernel)
-    return out, lse
+def attention(kernel: str, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Call the operator for out and the row statistics."""
+    out, *statistics = torch.ops.polyattn.attention(q, k, v, *arguments(problem), kernel)
+    return out, RowStatistics(*statistics)
 
 
 def attention_backward(
-    kernel: str, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    problem: Problem,
-) -> tuple[Array, Array, Array, Array | None, Array | None]:  # fmt: skip
+    kernel: str, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
+    statistics: RowStatistics, problem: Problem,
+) -> AttentionGrads:  # fmt: skip
     """Call the operator for the gradients of q, k, v, bias and sinks."""
     run = torch.ops.polyattn.attention_backward
-    dq, dk, dv, dbias, dsinks = run(dout, dlse, out, lse, q, k, v, *arguments(problem), kernel)
-    return dq, dk, dv, None if problem.bias_array is None else dbias, None if problem.sinks is None else dsinks
+    dq, dk, dv, dbias, dsinks = run(dout, dlse, out, *statistics, q, k, v, *arguments(problem), kernel)
+    dbias, dsinks = (None if x is None else dx for x, dx in ((problem.bias_array, dbias), (problem.sinks, dsinks)))
+    return AttentionGrads(dq, dk, dv, dbias, dsinks)
 
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
@@ -80,24 +81,29 @@ def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
 
 
 @torch.library.custom_op(  # type: ignore[untyped-decorator]  # torch is Any to the type checker
-    "polyattn::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)"
+    "polyattn::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor largest, Tensor log_total)",
 )
 def _forward(q: Array, k: Array, v: Array, *given: Any) -> Any:
     *arguments, kernel = given
     with backend.scope():
-        out, lse = KERNELS[kernel].forward(q, k, v, problem_of(q, k, v, *arguments))
-    return out.contiguous(), lse.contiguous()
+        out, statistics = KERNELS[kernel].forward(q, k, v, problem_of(q, k, v, *arguments))
+    return tuple(x.contiguous() for x in (out, *statistics))
 
 
 @torch.library.custom_op(  # type: ignore[untyped-decorator]
     "polyattn::attention_backward", mutates_args=(),
-    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {SCHEMA}) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    schema="(Tensor dout, Tensor? dlse, Tensor out, Tensor largest, Tensor log_total, Tensor q, Tensor k, Tensor v, "
+    f"{SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
 )  # fmt: skip
-def _backward(dout: Array, dlse: Any, out: Array, lse: Array, q: Array, k: Array, v: Array, *given: Any) -> Any:
+def _backward(
+    dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any
+) -> Any:
     *arguments, kernel = given
     with backend.scope():
-        grads = KERNELS[kernel].backward(dout, dlse, q, k, v, out, lse, problem_of(q, k, v, *arguments))
+        problem, statistics = problem_of(q, k, v, *arguments), RowStatistics(largest, log_total)
+        grads = KERNELS[kernel].backward(dout, dlse, q, k, v, out, statistics, problem)
     return tuple(q.new_empty(0) if dx is None else dx.contiguous() for dx in grads)
 
 
@@ -105,11 +111,14 @@ def _backward(dout: Array, dlse: Any, out: Array, lse: Array, q: Array, k: Array
 def _forward_outline(q: Array, k: Array, v: Array, *given: Any) -> Any:
     sizes = sizes_of(q, k, v)
     rows = (*sizes.batch, sizes.heads, sizes.n_q)
-    return q.new_empty((*rows, sizes.d_v)), q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*rows, sizes.d_v)), q.new_empty(rows, dtype=dtype), q.new_empty(rows, dtype=dtype)
 
 
 @_backward.register_fake  # type: ignore[untyped-decorator]
-def _backward_outline(dout: Array, dlse: Any, out: Array, lse: Array, q: Array, k: Array, v: Array, *given: Any) -> Any:
+def _backward_outline(
+    dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any
+) -> Any:
     bias, table, sinks = given[:3]
     like = (q, k, v, bias if table is None else table, sinks)
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
@@ -121,10 +130,12 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.numbers = inputs[3 + len(ARRAYS) :]
 
 
-def _pull(ctx: Any, dout: Any, dlse: Any) -> Any:
-    out, lse, q, k, v, *arrays = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    *grads, dbias, dsinks = torch.ops.polyattn.attention_backward(dout, dlse, out, lse, q, k, v, *arrays, *ctx.numbers)
+def _pull(ctx: Any, dout: Any, dlargest: Any, dlog_total: Any) -> Any:
+    """Only the sum of the two is differentiated: the gradient that either gets is that of the log-sum-exp."""
+    out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
+    dout, dlse = torch.zeros_like(out) if dout is None else dout, dlargest if dlog_total is None else dlog_total
+    run = torch.ops.polyattn.attention_backward
+    *grads, dbias, dsinks = run(dout, dlse, out, largest, log_total, q, k, v, *arrays, *ctx.numbers)
     floating = (None if x is None else dx for x, dx in zip(arrays[:3], (dbias, dbias, dsinks), strict=True))
     return *grads, *floating, *(None for _ in (*arrays[3:], *ctx.numbers))
 

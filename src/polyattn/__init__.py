@@ -37,6 +37,7 @@ if _typing.TYPE_CHECKING:
         UnknownBackendError,
     )
     from .functional import (
+        RowStatistics,
         alibi_bias,
         attention,
         attention_backward,
@@ -80,6 +81,7 @@ __all__ = [
     "PolyattnError",
     "Projection",
     "RMSNorm",
+    "RowStatistics",
     "ScaledDotProductAttention",
     "ShapeError",
     "SlidingKVCache",

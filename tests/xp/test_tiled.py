@@ -129,9 +129,9 @@ def test_tiles_that_are_excluded_are_not_visited(monkeypatch, make, arguments, v
     seen = []
     inner = _tiled.sums
 
-    def count(q, k, v, problem):
+    def count(q, k, v, problem, units):
         seen.append((problem.sizes.n_q, problem.sizes.n_k))
-        return inner(q, k, v, problem)
+        return inner(q, k, v, problem, units)
 
     monkeypatch.setattr(_tiled, "sums", count)
     host = np.ones((1, 16, 4))

@@ -84,7 +84,7 @@ def test_every_case(case, bands, make, to_np, monkeypatch, handed):
     wanted = [slope for slope in slopes if slope is not None]
     for gradient, slope in zip(grads, wanted, strict=True):
         assert_close(to_np(gradient), slope)
-    assert not handed
+    assert handed == (["backward"] if case.name == "large-scores" else [])  # one rounded log-sum-exp is not enough
 
 
 @pytest.mark.parametrize("n_q", [1, 2, 3, 6])
@@ -119,7 +119,7 @@ def test_longer_than_torchs_own_tiles(arguments, kv_heads, handed):
         run(inputs, dout, **arguments), run(inputs, dout, kernel="tiled", **arguments), strict=True
     ):
         assert_close(fused.numpy(), tiled.numpy(), "float32")
-    assert not handed
+    assert handed == (["backward"] if "scale" in arguments else [])  # one rounded log-sum-exp is not enough
 
 
 def test_masks_of_pairs_are_made_a_band_at_a_time(operands, handed):

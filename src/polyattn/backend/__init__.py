@@ -30,9 +30,11 @@ from ..kernels import (
     THREEFRY,
     AlibiBias,
     Array,
+    AttentionGrads,
     Kernel,
     Problem,
     Record,
+    RowStatistics,
     Sizes,
     Structure,
     StructuredBias,
@@ -42,6 +44,7 @@ from ..kernels import (
     dtype_name,
     expand,
     flatten,
+    statistics_of_lse,
     unbroadcast,
 )
 from ..kernels._backward_vjp import backward_vjp as attention_backward_vjp
@@ -61,6 +64,7 @@ __all__ = [
     "ArgumentError",
     "Array",
     "ArrayState",
+    "AttentionGrads",
     "Backend",
     "BackendMismatchError",
     "BackendUnavailableError",
@@ -74,6 +78,7 @@ __all__ = [
     "PolyattnError",
     "Problem",
     "Record",
+    "RowStatistics",
     "ShapeError",
     "Sizes",
     "Status",
@@ -92,5 +97,6 @@ __all__ = [
     "feature_of",
     "features_of",
     "flatten",
+    "statistics_of_lse",
     "unbroadcast",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from ..kernels import Array, Record
+from ..kernels import Array, Record, RowStatistics
 from ._contract import Backend
 
 __all__ = ["Cache", "Place"]
@@ -42,10 +42,15 @@ class Cache(Record):
     y_dtype: str
     """Shape and dtype of the result, which an upstream gradient must have."""
     kernel: str | None = None
-    lse: Array = field(default=None, repr=False)
-    """Of attention: the log-sum-exp of each row of scores, in the inputs' library."""
+    row_statistics: RowStatistics | None = field(default=None, repr=False)
+    """Of attention: what the softmax of each row was divided by, in the inputs' library."""
 
-    ARRAYS: ClassVar[tuple[str, ...]] = ("saved", "lse")
+    ARRAYS: ClassVar[tuple[str, ...]] = ("saved", "row_statistics")
+
+    @property
+    def lse(self) -> Array:
+        """Of attention: the log-sum-exp of each row of scores, in the inputs' library."""
+        return None if self.row_statistics is None else self.row_statistics.lse
 
     def __repr__(self) -> str:
         return f"<cache of {self.op} on {self.place}>"

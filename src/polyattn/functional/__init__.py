@@ -8,8 +8,9 @@ its forward and its backward beside each other.
 
 from __future__ import annotations
 
+from ..kernels import AttentionGrads, RowStatistics
 from ._alibi_bias import alibi_bias
-from ._attention import AttentionGrads, attention, attention_backward, attention_forward
+from ._attention import attention, attention_backward, attention_forward
 from ._attention_backward_vjp import AttentionBackwardGrads, attention_backward_vjp
 from ._attention_jvp import attention_jvp
 from ._attention_merge import attention_merge
@@ -58,6 +59,7 @@ __all__ = [
     "ReluGrads",
     "RotaryEmbeddingGrads",
     "RotaryScaling",
+    "RowStatistics",
     "SiluGrads",
     "SoftmaxGrads",
     "SwigluGrads",

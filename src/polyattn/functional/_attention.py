@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from ..backend import Array, Backend, Cache, dtype_name
-from ..kernels import GENERIC, Kernel, Problem, Record, cast, choose, expand, unbroadcast, wide
+from ..kernels import (
+    GENERIC,
+    AttentionGrads,
+    Kernel,
+    Problem,
+    Record,
+    RowStatistics,
+    cast,
+    choose,
+    expand,
+    statistics_of_lse,
+    unbroadcast,
+    unrounded,
+    wide,
+)
 from ._arguments import checked_call, make_problem
 from ._dispatch import Operation, expect_cache, finish, run, run_backward, to_compute_device, upstream
 
@@ -16,19 +30,6 @@ __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forwa
 
 
 logger = logging.getLogger("polyattn")
-
-
-class AttentionGrads(NamedTuple):
-    """The gradients of :func:`attention`; None for absent sinks, and for a bias without an array of its own.
-
-    Of a bias of relative positions it is the table's.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    bias: Array | None
-    sinks: Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +40,22 @@ class Saved(Record):
     k: Array
     v: Array
     out: Array
-    lse: Array
+    statistics: RowStatistics
     problem: Problem
     kernel: Kernel
 
-    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "out", "lse", "problem")
+    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "out", "statistics", "problem")
 
     @property
     def kernel_name(self) -> str:
         """The kernel that computed it."""
         return self.kernel.name
+
+    def with_heads(self) -> Saved:
+        """Return it in the shapes that kernels know, with a head axis."""
+        q, k, v, out = (with_head(x) for x in (self.q, self.k, self.v, self.out))
+        statistics = self.statistics.reshaped(self.problem.xp, self.problem.sizes.scores[:-1])
+        return replace(self, q=q, k=k, v=v, out=out, statistics=statistics)
 
 
 def forward(
@@ -59,21 +66,20 @@ def forward(
     chosen = kernel_for(problem, kernel)
     logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, backend.name, chosen.name)
     compute = empty_forward if problem.sizes.empty else chosen.forward
-    out, lse = compute(with_head(q), with_head(k), with_head(v), problem)
+    out, statistics = compute(with_head(q), with_head(k), with_head(v), problem)
     if q.ndim == k.ndim == v.ndim == 2:
-        out, lse = out[0, ...], lse[0, ...]
-    return out, Saved(q, k, v, out, lse, problem, chosen)
+        out, statistics = out[0, ...], statistics.reshaped(problem.xp, out.shape[1:-1])
+    return out, Saved(q, k, v, out, statistics, problem, chosen)
 
 
 def backward(backend: Backend, dout: Array, saved: Saved, dlse: Array | None = None) -> AttentionGrads:
     """Run the backward of the kernel that computed the forward."""
-    xp, problem, rows = backend.namespace(), saved.problem, saved.problem.sizes.scores[:-1]
-    q, k, v, out = (with_head(x) for x in (saved.q, saved.k, saved.v, saved.out))
-    lse, dlse = (None if x is None else xp.reshape(x, rows) for x in (saved.lse, dlse))
+    xp, problem, x = backend.namespace(), saved.problem, saved.with_heads()
+    dlse = None if dlse is None else xp.reshape(dlse, problem.sizes.scores[:-1])
     compute = empty_backward if problem.sizes.empty else saved.kernel.backward
-    dq, dk, dv, dbias, dsinks = compute(with_head(dout), dlse, q, k, v, out, lse, problem)
-    dq, dk, dv = (xp.reshape(dx, x.shape) for dx, x in ((dq, saved.q), (dk, saved.k), (dv, saved.v)))
-    return AttentionGrads(dq, dk, dv, dbias, dsinks)
+    grads = compute(with_head(dout), dlse, x.q, x.k, x.v, x.out, x.statistics, problem)
+    dq, dk, dv = (xp.reshape(dx, y.shape) for dx, y in ((grads.q, saved.q), (grads.k, saved.k), (grads.v, saved.v)))
+    return grads._replace(q=dq, k=dk, v=dv)
 
 
 def with_head(x: Array) -> Array:
@@ -180,7 +186,8 @@ def attention_forward(
     """Return ``(attention(q, k, v, …), cache)``.
 
     ``cache.lse`` (…, H, n_q) is the natural logarithm of each row's Σ exp(score), the sink included,
-    in float32 or float64; −inf for a row that may attend to nothing.
+    in float32 or float64; −inf for a row that may attend to nothing. ``cache.row_statistics`` is the same without
+    loss of digits, as the two numbers whose sum it is: the largest score, and log Σ exp(score − largest).
     """
     arguments = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
@@ -189,8 +196,9 @@ def attention_forward(
     placed = to_compute_device(arguments.arrays, backend)
     with placed.place.backend.scope():
         out, saved = forward(placed.place.backend, **placed.arrays, **arguments.options)
-    lse = placed.to_input_device(saved.lse, "lse")
-    return finish("attention", placed, out, saved, lse)
+        statistics = row_statistics_of(saved)
+    statistics = RowStatistics(*(placed.to_input_device(x, "row_statistics") for x in statistics))
+    return finish("attention", placed, out, saved, statistics)
 
 
 def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> AttentionGrads:
@@ -212,9 +220,17 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     """
     expect_cache(cache, "attention")
     if dlse is not None:
-        lse = cache.saved.lse
-        dlse = upstream(dlse, tuple(lse.shape), dtype_name(lse.dtype), cache, "dlse")
+        like = cache.saved.statistics.log_total
+        dlse = upstream(dlse, tuple(like.shape), dtype_name(like.dtype), cache, "dlse")
     return run_backward(OPERATION, dout, cache, AttentionGrads, name="dout", dlse=dlse)
+
+
+def row_statistics_of(saved: Saved) -> RowStatistics:
+    """Return the row statistics of a forward, with all their digits whatever kernel it was."""
+    if saved.problem.sizes.empty:
+        return saved.statistics
+    x, shape = saved.with_heads(), saved.statistics.largest.shape
+    return unrounded(saved.kernel, x.q, x.k, x.statistics, x.problem).reshaped(x.problem.xp, shape)
 
 
 def kernel_for(problem: Problem, name: str | None) -> Kernel:
@@ -224,23 +240,24 @@ def kernel_for(problem: Problem, name: str | None) -> Kernel:
     return GENERIC if odd else choose(problem.backend.kernels, problem, name)
 
 
-def empty_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-    """Answer a problem without scores: zeros, and the log of an empty sum or of the sink alone."""
+def empty_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Answer a problem without scores: zeros, and the statistics of an empty sum or of the sink alone."""
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     dtype, device = wide(xp, q.dtype), problem.native_device
     out = xp.zeros((*rows, problem.sizes.d_v), dtype=q.dtype, device=device)
     lse = xp.full(rows, -math.inf, dtype=dtype, device=device)
     if problem.sinks is not None:
         lse = expand(xp, cast(xp, problem.sinks, dtype)[:, None], rows)
-    return out, lse
+    return out, statistics_of_lse(xp, lse)
 
 
 def empty_backward(
-    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+    problem: Problem,
+) -> AttentionGrads:  # fmt: skip
     """Answer with zeros; only a sink still moves lse."""
     xp = problem.xp
     dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))
     if dsinks is not None and dlse is not None:
         dsinks = cast(xp, unbroadcast(xp, xp.sum(dlse, axis=-1), dsinks.shape), dsinks.dtype)
-    return xp.zeros_like(q), xp.zeros_like(k), xp.zeros_like(v), dbias, dsinks
+    return AttentionGrads(xp.zeros_like(q), xp.zeros_like(k), xp.zeros_like(v), dbias, dsinks)

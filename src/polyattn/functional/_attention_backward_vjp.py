@@ -105,7 +105,8 @@ def attention_backward_vjp(
     ))  # fmt: skip
     dout = upstream(dout, cache.y_shape, cache.y_dtype, cache, "dout")
     if dlse is not None:
-        dlse = upstream(dlse, tuple(saved.lse.shape), dtype_name(saved.lse.dtype), cache, "dlse")
+        like = saved.statistics.log_total
+        dlse = upstream(dlse, tuple(like.shape), dtype_name(like.dtype), cache, "dlse")
     native = cache.place.backend
     with native.scope():
         second = compiled(_second, native, saved)(moved, dout, dlse)
@@ -116,11 +117,12 @@ def _second(saved: Saved, cotangents: Tangents, dout: Array, dlse: Array | None)
     """Return the gradients of everything, in its shape and dtype."""
     problem = saved.problem
     xp, rows = problem.xp, problem.sizes.scores[:-1]
-    q, k, v, out = (with_head(x) for x in (saved.q, saved.k, saved.v, saved.out))
-    lse_, dlse_ = (None if x is None else xp.reshape(x, rows) for x in (saved.lse, dlse))
-    of_dout, of_dlse, of = backward_vjp(with_heads(cotangents), with_head(dout), dlse_, q, k, v, out, lse_, problem)
+    x, dlse_ = saved.with_heads(), None if dlse is None else xp.reshape(dlse, rows)
+    of_dout, of_dlse, of = backward_vjp(
+        with_heads(cotangents), with_head(dout), dlse_, x.q, x.k, x.v, x.out, x.statistics, problem
+    )
     pairs = ((of.q, saved.q), (of.k, saved.k), (of.v, saved.v))
-    of_q, of_k, of_v = (xp.reshape(dx, x.shape) for dx, x in pairs)
-    of_dlse = None if dlse is None else cast(xp, xp.reshape(of_dlse, saved.lse.shape), saved.lse.dtype)
+    of_q, of_k, of_v = (xp.reshape(dx, y.shape) for dx, y in pairs)
+    of_dlse = None if dlse is None else cast(xp, xp.reshape(of_dlse, dlse.shape), dlse.dtype)
     of_dout = cast(xp, xp.reshape(of_dout, dout.shape), dout.dtype)
     return AttentionBackwardGrads(of_dout, of_q, of_k, of_v, of.bias, of.sinks, of_dlse)

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..kernels import cast
 from ..kernels._jvp import Tangents, jvp
 from ._arguments import checked_call
-from ._attention import Saved, forward, with_head
+from ._attention import Saved, forward, row_statistics_of, with_head
 from ._checks import expect_dtype, expect_shape, shown
 from ._dispatch import to_compute_device
 
@@ -97,7 +97,8 @@ def attention_jvp(
     with native.scope():
         out, saved = forward(native, **placed.arrays, **options)
         out_dot, lse_dot = compiled(_tangents, native, saved)(moved)
-    results = {"out": out, "out_dot": out_dot} | ({"lse": saved.lse, "lse_dot": lse_dot} if return_lse else {})
+        lse = row_statistics_of(saved).lse if return_lse else None
+    results = {"out": out, "out_dot": out_dot} | ({"lse": lse, "lse_dot": lse_dot} if return_lse else {})
     return tuple(placed.to_input_device(x, name) for name, x in results.items())
 
 
@@ -150,9 +151,7 @@ def with_heads(moved: Tangents) -> Tangents:
 
 def _tangents(saved: Saved, moved: Tangents) -> tuple[Array, Array]:
     """Return the tangents of out and lse, in their shapes and dtypes."""
-    problem = saved.problem
-    xp, lse = problem.xp, saved.lse
-    q, k, v, out = (with_head(x) for x in (saved.q, saved.k, saved.v, saved.out))
-    result = jvp(q, k, v, with_heads(moved), out, xp.reshape(lse, problem.sizes.scores[:-1]), problem)
+    x, lse, xp = saved.with_heads(), saved.statistics.log_total, saved.problem.xp
+    result = jvp(x.q, x.k, x.v, with_heads(moved), x.out, x.statistics, x.problem)
     out_dot, lse_dot = xp.reshape(result.out_dot, saved.out.shape), xp.reshape(result.lse_dot, lse.shape)
     return cast(xp, out_dot, saved.out.dtype), cast(xp, lse_dot, lse.dtype)

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 from ..backend import Array
 from ..errors import ArgumentError
-from ..kernels import cast, merge, wide, widen
+from ..kernels import RowStatistics, cast, merge, statistics_of_lse, wide, widen
 from ._checks import expect_arrays, expect_floating, expect_one_dtype, expect_shape, shown
 from ._dispatch import to_compute_device
 
 __all__ = ["attention_merge"]
 
 
-def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def attention_merge(
+    parts: Sequence[tuple[Array, Array | RowStatistics]],
+) -> tuple[Array, Any]:
     """Join partial results of attention over disjoint key sets into the result over all of them.
 
     Parameters
     ----------
-    parts : sequence of (out (…, n_q, d_v), lse (…, n_q))
-        Results and ``cache.lse`` of :func:`attention_forward`, for the same queries. Sinks belong in one part only.
+    parts : sequence of (out (…, n_q, d_v), lse (…, n_q)) or of (out, RowStatistics)
+        Results and ``cache.lse`` or ``cache.row_statistics`` of :func:`attention_forward`, for the same queries. The
+        second loses no digit where scores are large. Sinks belong in one part only.
 
     Returns
     -------
     out, lse : array
         ``out`` in the parts' dtype, ``lse`` in float32 or float64. Parts that attended to nothing count for nothing.
+        Where every part came with its row statistics, these of the whole stand in the place of ``lse``.
 
     Raises
     ------
@@ -44,23 +49,35 @@ def attention_merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]
     """
     if not isinstance(parts, tuple | list) or not parts:
         raise ArgumentError(f"parts: expected a list of (out, lse), at least one, got {shown(parts)}")
+    arrays: dict[str, Array] = {}
     for i, part in enumerate(parts):
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise ArgumentError(f"parts[{i}]: expected a pair (out, lse), got {type(part).__name__}")
-        expect_arrays(**{f"parts[{i}] out": part[0], f"parts[{i}] lse": part[1]})
-    outs = {f"parts[{i}] out": part[0] for i, part in enumerate(parts)}
-    lses = {f"parts[{i}] lse": part[1] for i, part in enumerate(parts)}
+        arrays |= {f"parts[{i}] {name}": x for name, x in _named(*part).items()}
+    expect_arrays(**arrays)
+    outs = {name: x for name, x in arrays.items() if name.endswith(" out")}
     expect_one_dtype(**outs)
-    expect_floating(**lses)
+    expect_floating(**{name: x for name, x in arrays.items() if name not in outs})
     shape = tuple(parts[0][0].shape)
-    for (name_out, out), (name_lse, lse) in zip(outs.items(), lses.items(), strict=True):
-        expect_shape(name_out, out, shape)
-        expect_shape(name_lse, lse, shape[:-1])
-    placed = to_compute_device(outs | lses)
-    native: tuple[Array, ...] = tuple(placed.arrays.values())
-    xp, n = placed.place.backend.namespace(), len(parts)
-    dtype = wide(xp, native[0].dtype)
-    pairs = [(widen(xp, out), cast(xp, lse, dtype)) for out, lse in zip(native[:n], native[n:], strict=True)]
-    out, lse = reduce(lambda a, b: merge(xp, a, b), pairs)
-    out = cast(xp, out, native[0].dtype)
-    return placed.to_input_device(out, "out"), placed.to_input_device(lse, "lse")
+    for name, x in arrays.items():
+        expect_shape(name, x, shape if name in outs else shape[:-1])
+    placed = to_compute_device(arrays)
+    xp, native = placed.place.backend.namespace(), placed.arrays
+    dtype = wide(xp, native["parts[0] out"].dtype)
+
+    def native_part(i: int, given: Array | RowStatistics) -> tuple[Array, RowStatistics]:
+        out, *rows = (native[f"parts[{i}] {name}"] for name in _named(None, given))
+        rows = [cast(xp, x, dtype) for x in rows]
+        return widen(xp, out), RowStatistics(*rows) if len(rows) == 2 else statistics_of_lse(xp, *rows)
+
+    pairs = [native_part(i, given) for i, (_, given) in enumerate(parts)]
+    out, statistics = reduce(lambda a, b: merge(xp, a, b), pairs)
+    out = placed.to_input_device(cast(xp, out, native["parts[0] out"].dtype), "out")
+    if all(isinstance(given, RowStatistics) for _, given in parts):
+        return out, RowStatistics(*(placed.to_input_device(x, "row_statistics") for x in statistics))
+    return out, placed.to_input_device(statistics.lse, "lse")
+
+
+def _named(out: Array, given: Array | RowStatistics) -> dict[str, Array]:
+    """Return the arrays of a part by name."""
+    return {"out": out} | (given._asdict() if isinstance(given, RowStatistics) else {"lse": given})

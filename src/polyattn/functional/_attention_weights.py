@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..backend import Array, Backend
-from ..kernels import Problem, Record, cast, expand, unbroadcast, widen
+from ..kernels import AttentionGrads, Problem, Record, cast, expand, unbroadcast, widen
 from ..kernels._plain import (
+    Rows,
+    Scores,
     attention_scores,
     exponentials,
+    in_dtypes,
     nonzero,
     repeat_heads,
     scores_backward,
-    sinks_gradient,
     sum_heads,
 )
+from ..kernels._units import Units, fits, row_units
 from ._arguments import checked_options, checked_sizes, make_problem
-from ._attention import AttentionGrads, with_head
+from ._attention import with_head
 from ._dispatch import Operation, run
 
 __all__ = ["attention_weights"]
@@ -42,10 +45,15 @@ def forward(
     if problem.sizes.empty:
         weights = xp.zeros(problem.sizes.scores, dtype=q.dtype, device=problem.native_device)
     else:
-        k_ = repeat_heads(widen(xp, with_head(k)), problem)
-        scores, _, allowed = attention_scores(widen(xp, with_head(q)), k_, problem)
-        weights, _ = _weights(scores, allowed, problem)
-        weights = expand(xp, cast(xp, weights, q.dtype), problem.sizes.scores)
+        q_, k_ = widen(xp, with_head(q)), widen(xp, with_head(k))
+
+        def found(units: Units | None) -> Array:
+            weights, _ = _weights(attention_scores(q_, repeat_heads(k_, problem), problem, units), problem)
+            return expand(xp, cast(xp, weights, q.dtype), problem.sizes.scores)
+
+        weights = backend.cond(
+            fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem))
+        )
     return weights[0, ...] if q.ndim == k.ndim == 2 else weights, Saved(q, k, problem)
 
 
@@ -57,26 +65,32 @@ def backward(backend: Backend, dweights: Array, saved: Saved) -> AttentionGrads:
         zeros = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))
         return AttentionGrads(xp.zeros_like(saved.q), xp.zeros_like(saved.k), None, *zeros)
     q_, k_ = widen(xp, q), widen(xp, repeat_heads(k, problem))
-    scores, capped, allowed = attention_scores(q_, k_, problem)
-    weights, lse = _weights(scores, allowed, problem)
     dweights = xp.reshape(widen(xp, dweights), problem.sizes.scores)
-    shift = -xp.sum(xp.where(xp.equal(weights, 0), xp.zeros_like(dweights), weights * dweights), axis=-1)
-    dscores = weights * (dweights + shift[..., None])
-    dq, dk, dbias = scores_backward(dscores, q_, k_, capped, allowed, problem)
-    dq, dk = unbroadcast(xp, dq, (*q_.shape,)), sum_heads(dk, k, problem)
-    dsinks = sinks_gradient(shift, lse, problem)
-    dq, dk = (cast(xp, xp.reshape(dx, x.shape), x.dtype) for dx, x in ((dq, saved.q), (dk, saved.k)))
-    return AttentionGrads(dq, dk, None, dbias, dsinks)
+
+    def found(units: Units | None) -> AttentionGrads:
+        x = attention_scores(q_, k_, problem, units)
+        weights, rows = _weights(x, problem)
+        none = xp.equal(weights, 0)
+        shift = -xp.sum(xp.where(none, xp.zeros_like(dweights), weights * dweights), axis=-1)
+        dscores = weights * (dweights + shift[..., None])
+        dq, dk, dbias = scores_backward(dscores, q_, k_, x.capped, x.allowed, problem)
+        grads = (unbroadcast(xp, dq, q_.shape), sum_heads(dk, k, problem), None, dbias)
+        return in_dtypes(problem, q, k, None, grads, rows._replace(shift=shift))
+
+    grads = backend.cond(fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem)))
+    dq, dk = (xp.reshape(dx, x.shape) for dx, x in ((grads.q, saved.q), (grads.k, saved.k)))
+    return grads._replace(q=dq, k=dk)  # type: ignore[no-any-return]
 
 
-def _weights(scores: Array, allowed: Array | None, problem: Problem) -> tuple[Array, Array]:
-    """Return the softmax, exactly zero where excluded, and the log of its denominator."""
+def _weights(x: Scores, problem: Problem) -> tuple[Array, Rows]:
+    """Return the softmax, exactly zero where excluded, and what its rows were divided by."""
     xp = problem.xp
-    exp, total, largest = exponentials(scores, allowed, problem)
+    exp, total, largest = exponentials(x, problem)
     weights = exp / nonzero(xp, total)
-    if allowed is not None:
-        weights = xp.where(allowed, weights, xp.zeros_like(weights))
-    return weights, xp.squeeze(xp.log(total) + largest, axis=-1)
+    if x.allowed is not None:
+        weights = xp.where(x.allowed, weights, xp.zeros_like(weights))
+    largest, log_total = (xp.squeeze(y, axis=-1) for y in (largest, xp.log(total)))
+    return weights, Rows(largest, log_total, xp.zeros_like(largest), x.units)
 
 
 OPERATION = Operation("attention_weights", forward, backward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ..backend import Array, Backend, Cache, Place, dtype_name, flatten
+from ..backend import Array, Backend, Cache, Place, RowStatistics, dtype_name, flatten
 from ..conversion import destination, move, move_argument, place_of
 from ..errors import BackendMismatchError, DTypeError
 from ..selection import Bound, selected
@@ -145,11 +145,13 @@ def moved(arrays: Arrays, home: Place, place: Place) -> Placed:
 # ---- what is left, and what comes back -----------------------------------------------------------------------------
 
 
-def finish(op: str, placed: Placed, y: Array, saved: Any, lse: Array | None = None) -> tuple[Array, Cache]:
+def finish(
+    op: str, placed: Placed, y: Array, saved: Any, statistics: RowStatistics | None = None
+) -> tuple[Array, Cache]:
     """Return a native result in the inputs' library, and the cache for its backward."""
     wait(saved, placed.place, placed.home)
     kernel = getattr(saved, "kernel_name", None)
-    cache = Cache(op, saved, placed.place, placed.home, tuple(y.shape), dtype_name(y.dtype), kernel, lse)
+    cache = Cache(op, saved, placed.place, placed.home, tuple(y.shape), dtype_name(y.dtype), kernel, statistics)
     return placed.to_input_device(y, op), cache
 
 

@@ -10,13 +10,13 @@ from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast,
 from ._block_mask import BlockMask
 from ._choice import GENERIC, candidates, choose, named
 from ._dropout import THREEFRY
-from ._merge import merge
+from ._merge import merge, statistics_of_lse
 from ._prefix_mask import PrefixMask
-from ._problem import Kernel, Problem, Sizes
+from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
 from ._records import Record, Structure, flatten
 from ._relative_positions import RelativePositionBias
 from ._structure import StructuredBias, StructuredMask
-from ._tiled import TiledKernel, allowed_in, loops, tile_lengths
+from ._tiled import TiledKernel, allowed_in, loops, tile_lengths, unrounded
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -24,12 +24,14 @@ __all__ = [
     "THREEFRY",
     "AlibiBias",
     "Array",
+    "AttentionGrads",
     "BlockMask",
     "Kernel",
     "PrefixMask",
     "Problem",
     "Record",
     "RelativePositionBias",
+    "RowStatistics",
     "Sizes",
     "Structure",
     "StructuredBias",
@@ -45,8 +47,10 @@ __all__ = [
     "loops",
     "merge",
     "named",
+    "statistics_of_lse",
     "tile_lengths",
     "unbroadcast",
+    "unrounded",
     "wide",
     "widen",
 ]

@@ -38,52 +38,63 @@ from ._jvp import (
     Tangents,
     bias_tangent,
     dropout_of,
-    jvp,
+    in_own_units,
+    jvp_of_rows,
     moving_scores,
     only,
     operands,
     product_tangent,
-    sink_weights,
+    rows_of,
     sinks_tangent,
 )
-from ._plain import bias_gradient, row_sum, sum_heads, transposed
-from ._problem import Problem
-from ._tiled import Tile, add_at, cut, over_tiles, with_wide_bias
+from ._plain import Rows, bias_gradient, row_sum, sink_weights, sum_heads, transposed
+from ._problem import Problem, RowStatistics
+from ._tiled import Tile, add_at, cut, over_tiles, rows_at
 
 
-class Rows(NamedTuple):
-    """What a tile is told of its rows of queries."""
+class MovingRows(NamedTuple):
+    """What a tile is given of its rows of queries."""
 
     dout: Array  # (…, H, n_q, d_v)
-    shift: Array  # dlse − rowsum(dout ⊙ out), (…, H, n_q)
-    shift_dot: Array
-    lse: Array
-    lse_dot: Array
-
-
-ROW_AXES = (-2, -1, -1, -1, -1)
-"""The axis of the queries in each."""
+    rows: Rows  # its shift is dlse − rowsum(dout ⊙ out)
+    shift_dot: Array  # (…, H, n_q)
+    lse_dot: Array  # (…, H, n_q)
 
 
 def backward_vjp(
-    cotangents: Tangents, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    problem: Problem,
+    cotangents: Tangents, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
+    statistics: RowStatistics, problem: Problem,
 ) -> tuple[Array, Array, Tangents]:  # fmt: skip
     """Return the cotangents of dout, of dlse, and of the inputs: None for what the problem does not have."""
+
+    def function(out: Array, rows: Rows) -> tuple[Array, Array, Tangents]:
+        return vjp_of_rows(cotangents, dout, dlse, q, k, v, out, rows, problem)
+
+    if problem.sizes.empty:
+        return function(out, rows_of(problem, statistics))
+    return in_own_units(function, q, k, v, out, statistics, problem)  # type: ignore[no-any-return]
+
+
+def vjp_of_rows(
+    cotangents: Tangents, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, rows: Rows,
+    problem: Problem,
+) -> tuple[Array, Array, Tangents]:  # fmt: skip
+    """Return the cotangents, from what is known of the rows."""
     xp, bias = problem.xp, problem.bias_array
-    first = jvp(q, k, v, cotangents, out, lse, problem)
+    first = jvp_of_rows(q, k, v, cotangents, out, rows, problem)
     dout = widen(xp, dout)
     shift, shift_dot = -row_sum(xp, dout, first.out), -row_sum(xp, dout, first.out_dot)  # (…, H, n_q)
     if dlse is not None:
         shift = shift + cast(xp, dlse, shift.dtype)
-    row = Rows(dout, shift, shift_dot, lse, first.lse_dot)
+    row = MovingRows(dout, rows._replace(shift=shift), shift_dot, first.lse_dot)
     totals = tuple(None if x is None else xp.zeros_like(x, dtype=wide(xp, x.dtype)) for x in (q, k, v, bias))
 
     def body(carry: Any, tile: Tile, part: Problem) -> Any:
-        part = with_wide_bias(part)
         x = operands(q, k, v, cotangents, tile, part)
-        row_t = Rows(*(cut(part, y, tile.query, part.sizes.n_q, axis) for y, axis in zip(row, ROW_AXES, strict=True)))
-        moving = moving_scores(x, bias_tangent(cotangents.bias, problem, tile, part), row_t.lse, part)
+        dout_t = cut(part, row.dout, tile.query, part.sizes.n_q, -2)
+        shift_dot_t, lse_dot_t = (cut(part, y, tile.query, part.sizes.n_q, -1) for y in (row.shift_dot, row.lse_dot))
+        row_t = MovingRows(dout_t, rows_at(part, row.rows, tile), shift_dot_t, lse_dot_t)
+        moving = moving_scores(x, bias_tangent(cotangents.bias, problem, tile, part), row_t.rows, part)
         q_dot, k_dot, v_dot, bias_dot = tile_vjp(x, row_t, moving, part)
         k_t, v_t = (cut(part, y, tile.key, part.sizes.n_k, -2) for y in (k, v))
         parts = (unbroadcast(xp, q_dot, x.q.shape), sum_heads(k_dot, k_t, part), sum_heads(v_dot, v_t, part), bias_dot)
@@ -100,13 +111,15 @@ def backward_vjp(
     return first.out_dot, first.lse_dot, Tangents(*given)._replace(sinks=sinks_vjp(cotangents.sinks, row, problem))
 
 
-def tile_vjp(x: Operands, row: Rows, moving: MovingScores, part: Problem) -> tuple[Array, Array, Array, Array | None]:
+def tile_vjp(
+    x: Operands, row: MovingRows, moving: MovingScores, part: Problem
+) -> tuple[Array, Array, Array, Array | None]:
     """Return how the gradients of q, k, v (for every query head) and of the bias move, as far as a tile adds to it."""
     xp, backend, allowed, drop = part.xp, part.backend, moving.allowed, dropout_of(part)
     weights_dot = only(moving.weights * (moving.scores_dot - row.lse_dot[..., None]), allowed, part)
     v_dot = matmul_excluding(backend, xp.matrix_transpose(drop(weights_dot)), row.dout, transposed(xp, allowed))
 
-    centred = drop(xp.matmul(row.dout, xp.matrix_transpose(x.v))) + row.shift[..., None]  # (…, H, n_q, n_k)
+    centred = drop(xp.matmul(row.dout, xp.matrix_transpose(x.v))) + row.rows.shift[..., None]  # (…, H, n_q, n_k)
     centred_dot = row.shift_dot[..., None]
     if x.v_dot is not None:
         centred_dot = centred_dot + drop(xp.matmul(row.dout, xp.matrix_transpose(x.v_dot)))
@@ -125,11 +138,13 @@ def tile_vjp(x: Operands, row: Rows, moving: MovingScores, part: Problem) -> tup
     return q_dot, k_dot, v_dot, bias_dot
 
 
-def sinks_vjp(tangent: Array | None, row: Rows, problem: Problem) -> Array | None:
+def sinks_vjp(tangent: Array | None, row: MovingRows, problem: Problem) -> Array | None:
     """Return how the gradient of the sinks moves: a sink is one more score, whose weight meets no value."""
     if problem.sinks is None:
         return None
     xp = problem.xp
     moved = -row.lse_dot if tangent is None else sinks_tangent(tangent, problem) - row.lse_dot
-    each = sink_weights(row.lse, problem) * (moved * row.shift + row.shift_dot)  # (…, H, n_q)
+    each = sink_weights(row.rows.largest, row.rows.log_total, problem, row.rows.units) * (
+        moved * row.rows.shift + row.shift_dot
+    )  # (…, H, n_q)
     return cast(xp, xp.sum(each, axis=tuple(i for i in range(each.ndim) if i != each.ndim - 2)), problem.sinks.dtype)

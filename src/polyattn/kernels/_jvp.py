@@ -1,8 +1,8 @@
 """Forward mode: how the result of attention moves with its inputs, tile by tile in linear memory.
 
-With s = scale · q kᵀ, t = softcap(s), S = t + bias, P = exp(S − lse), D the factors of dropout (0 or 1 / (1 − p)),
-p₀ the weight of a sink, and a prime for a tangent (``_dot`` in the code), the lines of the forward are differentiated
-one after the other::
+With s = scale · q kᵀ, t = softcap(s), S = t + bias, P = exp(S − lse) the weights, D the factors of dropout
+(0 or 1 / (1 − p)), p₀ the weight of a sink, and a prime for a tangent (``_dot`` in the code), the lines of the forward
+are differentiated one after the other::
 
     s'   = scale · (q' kᵀ + q k'ᵀ)
     t'   = (1 − (t / softcap)²) ⊙ s'
@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 from ._arrays import Array, cast, dtype_name, wide, widen
 from ._dropout import keep_mask
 from ._exclusion import matmul_excluding
-from ._plain import attention_scores, normalised, repeat_heads
-from ._problem import Problem
+from ._plain import Rows, attention_scores, nonzero, normalised, repeat_heads, sink_weights
+from ._problem import Problem, RowStatistics
 from ._structure import StructuredBias, bias_pairs
-from ._tiled import Loop, Tile, add_at, cut, over_tiles, part_of
+from ._tiled import Loop, Tile, add_at, cut, over_tiles, part_of, rows_at, tiled_sums
+from ._units import is_moderate, row_units
 
 
 class Tangents(NamedTuple):
@@ -69,19 +70,60 @@ class MovingScores(NamedTuple):
     allowed: Array | None
 
 
-def jvp(q: Array, k: Array, v: Array, tangents: Tangents, out: Array, lse: Array, problem: Problem) -> Results:
-    """Return the tangents of out and lse, from the ``(out, lse)`` of any kernel."""
+def jvp(
+    q: Array, k: Array, v: Array, tangents: Tangents, out: Array, statistics: RowStatistics, problem: Problem
+) -> Results:
+    """Return the tangents of out and lse, from the ``(out, statistics)`` of any kernel."""
+    if problem.sizes.empty:
+        return jvp_of_rows(q, k, v, tangents, out, rows_of(problem, statistics), problem)
+
+    def function(out: Array, rows: Rows) -> Results:
+        return jvp_of_rows(q, k, v, tangents, out, rows, problem)
+
+    return in_own_units(function, q, k, v, out, statistics, problem)  # type: ignore[no-any-return]
+
+
+def in_own_units(
+    function: Callable[[Array, Rows], Any], q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+    problem: Problem,
+) -> Any:  # fmt: skip
+    """Return ``function(out, rows)``, with out and the row statistics computed again where scores are large.
+
+    Another computation of a large score, by another kernel, differs by its rounding, which exp makes a factor.
+    """
+    xp = problem.xp
+    q_, k_, v_ = (widen(xp, x) for x in (q, k, v))
+
+    def careful() -> Any:
+        units = row_units(q_, k_, problem)
+        sums = tiled_sums(q, k, v, problem, units)
+        largest, log_total = (xp.squeeze(x, axis=-1) for x in (sums.largest, xp.log(sums.total)))
+        rows = Rows(largest, log_total, xp.zeros_like(largest), units)
+        return function(sums.out / nonzero(xp, sums.total), rows)
+
+    moderate = is_moderate(q_, k_, v_, statistics, problem)
+    return problem.backend.cond(moderate, lambda: function(out, rows_of(problem, statistics)), careful)
+
+
+def rows_of(problem: Problem, statistics: RowStatistics) -> Rows:
+    """Return what is known of the rows from their statistics."""
+    return Rows(*statistics, problem.xp.zeros_like(statistics.largest))
+
+
+def jvp_of_rows(
+    q: Array, k: Array, v: Array, tangents: Tangents, out: Array, rows: Rows, problem: Problem
+) -> Results:  # fmt: skip
+    """Return the tangents of out and lse, from what is known of the rows."""
     xp, sizes = problem.xp, problem.sizes
-    dtype, device, rows = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
-    out_dot = xp.zeros((*rows, sizes.d_v), dtype=dtype, device=device)
-    lse_dot = xp.zeros(rows, dtype=dtype, device=device)
+    dtype, device, shape = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
+    out_dot = xp.zeros((*shape, sizes.d_v), dtype=dtype, device=device)
+    lse_dot = xp.zeros(shape, dtype=dtype, device=device)
     again = None if dtype_name(out.dtype) == dtype_name(dtype) else xp.zeros_like(out_dot)  # out, not rounded
 
     def body(carry: Any, tile: Tile, part: Problem) -> Any:
         out_dot, lse_dot, again = carry
         x = operands(q, k, v, tangents, tile, part)
-        lse_t = cut(part, lse, tile.query, part.sizes.n_q, -1)
-        moving = moving_scores(x, bias_tangent(tangents.bias, problem, tile, part), lse_t, part)
+        moving = moving_scores(x, bias_tangent(tangents.bias, problem, tile, part), rows_at(part, rows, tile), part)
         drop, shares = dropout_of(part), moving.weights * moving.scores_dot  # (…, H, n_q, n_k)
         weights = drop(moving.weights)
         out_dot_t = product_tangent(part.backend, (weights, x.v), (drop(shares), x.v_dot), moving.allowed)
@@ -95,7 +137,8 @@ def jvp(q: Array, k: Array, v: Array, tangents: Tangents, out: Array, lse: Array
     if not sizes.empty:
         out_dot, lse_dot, again = over_tiles(problem, body, (out_dot, lse_dot, again))
     if tangents.sinks is not None:
-        lse_dot = lse_dot + cast(xp, sink_weights(lse, problem) * sinks_tangent(tangents.sinks, problem), dtype)
+        weights = sink_weights(rows.largest, rows.log_total, problem, rows.units)
+        lse_dot = lse_dot + cast(xp, weights * sinks_tangent(tangents.sinks, problem), dtype)
     out = out if again is None else again
     return Results(out, out_dot - lse_dot[..., None] * out, lse_dot)
 
@@ -113,11 +156,12 @@ def operands(q: Array, k: Array, v: Array, tangents: Tangents, tile: Tile, part:
     return Operands(of_queries(q), of_keys(k), of_keys(v), *moved)
 
 
-def moving_scores(x: Operands, bias_dot: Array | None, lse: Array, part: Problem) -> MovingScores:
+def moving_scores(x: Operands, bias_dot: Array | None, rows: Rows, part: Problem) -> MovingScores:
     """Return the weights of a tile, and the tangent of its scores."""
     xp = part.xp
-    scores, capped, allowed = attention_scores(x.q, x.k, part)  # (…, H, n_q, n_k)
-    weights = normalised(scores, lse, allowed, part)
+    found = attention_scores(x.q, x.k, part, rows.units)  # (…, H, n_q, n_k)
+    weights = normalised(found, rows.largest, rows.log_total, part)
+    capped, allowed = found.capped, found.allowed
     capped_dot = xp.zeros_like(capped)
     if x.q_dot is not None:
         capped_dot = capped_dot + xp.matmul(x.q_dot, xp.matrix_transpose(x.k))
@@ -162,12 +206,6 @@ def dropout_of(part: Problem) -> Callable[[Array], Array]:
 def only(x: Array, allowed: Array | None, problem: Problem) -> Array:
     """Return ``x`` where a pair may attend; elsewhere it may be anything, and 0 takes its place."""
     return x if allowed is None else problem.xp.where(allowed, x, problem.xp.zeros_like(x))
-
-
-def sink_weights(lse: Array, problem: Problem) -> Array:
-    """Return the weight that every row gives to the sink of its head, ``(…, H, n_q)``."""
-    xp = problem.xp
-    return xp.exp(widen(xp, problem.sinks)[:, None] - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse))
 
 
 def sinks_tangent(tangent: Array, problem: Problem) -> Array:

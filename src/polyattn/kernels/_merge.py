@@ -6,24 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 from ._arrays import Array
-
-
-def merge(xp: Any, a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return ``(out, lse)`` over the union of two key sets: exact, and associative.
-
-    ``out (…, n_q, d_v)`` and ``lse (…, n_q)`` in float32 at least. A part that attended to nothing,
-    zeros and −inf, counts for nothing.
-    """
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    largest = xp.maximum(lse_a, lse_b)
-    empty = xp.equal(largest, -math.inf)
-    largest = xp.where(empty, xp.zeros_like(largest), largest)
-    weight_a, weight_b = xp.exp(lse_a - largest), xp.exp(lse_b - largest)
-    total = weight_a + weight_b
-    total = xp.where(empty, xp.ones_like(total), total)  # log 0 is put in by hand, without its derivative
-    lse = xp.where(empty, xp.full_like(total, -math.inf), largest + xp.log(total))
-    out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
-    return out, lse
+from ._problem import RowStatistics
+from ._units import Units, multiplied
 
 
 class Sums(NamedTuple):
@@ -31,14 +15,37 @@ class Sums(NamedTuple):
 
     out: Array  # (…, n_q, d_v)
     total: Array  # (…, n_q, 1); 0 where there was nothing to attend to
-    largest: Array  # (…, n_q, 1)
+    largest: Array  # (…, n_q, 1), in the row's unit if it has one
 
 
-def merge_sums(xp: Any, a: Sums, b: Sums) -> Sums:
-    """Return the sums over the union of two key sets.
+def merge(
+    xp: Any, a: tuple[Array, RowStatistics], b: tuple[Array, RowStatistics]
+) -> tuple[Array, RowStatistics]:  # fmt: skip
+    """Return out and the row statistics over the union of two key sets: exact, and associative.
 
-    A log-sum-exp of large scores has no digits left for the sum; these have.
+    ``out (…, n_q, d_v)`` in float32 at least. A part that attended to nothing counts for nothing.
     """
+    return finished(xp, merge_sums(xp, sums_of(xp, *a), sums_of(xp, *b)))
+
+
+def sums_of(xp: Any, out: Array, statistics: RowStatistics) -> Sums:
+    """Reverse :func:`finished`."""
+    total = xp.exp(statistics.log_total)[..., None]
+    return Sums(out * total, total, statistics.largest[..., None])
+
+
+def finished(xp: Any, row: Sums, units: Units | None = None) -> tuple[Array, RowStatistics]:
+    """Return the weighted mean, divided once, and the row statistics; zeros, 0 and −inf in an empty row."""
+    empty = xp.equal(row.total, 0)
+    total = xp.where(empty, xp.ones_like(row.total), row.total)  # log 0 is put in by hand, without its derivative
+    log_total = xp.where(empty, xp.full_like(total, -math.inf), xp.log(total))
+    largest = xp.where(empty, xp.zeros_like(total), multiplied(row.largest, units))
+    statistics = RowStatistics(*(xp.squeeze(x, axis=-1) for x in (largest, log_total)))
+    return row.out / total, statistics
+
+
+def merge_sums(xp: Any, a: Sums, b: Sums, units: Units | None = None) -> Sums:
+    """Return the sums over the union of two key sets."""
     a, b = (
         part._replace(largest=xp.where(xp.equal(part.total, 0), xp.full_like(part.largest, -math.inf), part.largest))
         for part in (a, b)
@@ -48,7 +55,7 @@ def merge_sums(xp: Any, a: Sums, b: Sums) -> Sums:
     base = xp.where(none, xp.zeros_like(largest), largest)
 
     def rebased(part: Sums) -> tuple[Array, Array]:
-        scale = xp.exp(part.largest - base)
+        scale = xp.exp(multiplied(part.largest - base, units))
         # Scores that are all −inf gave NaN; beside finite ones they have no weight.
         counts = xp.logical_or(none, xp.not_equal(part.largest, -math.inf))
         out, total = (xp.where(counts, x * scale, xp.zeros_like(x)) for x in (part.out, part.total))
@@ -56,3 +63,10 @@ def merge_sums(xp: Any, a: Sums, b: Sums) -> Sums:
 
     (out_a, total_a), (out_b, total_b) = rebased(a), rebased(b)
     return Sums(out_a + out_b, total_a + total_b, largest)
+
+
+def statistics_of_lse(xp: Any, lse: Array) -> RowStatistics:
+    """Return row statistics from a log-sum-exp, which has no more digits than it has."""
+    empty = xp.equal(lse, -math.inf)
+    zero = xp.zeros_like(lse)
+    return RowStatistics(xp.where(empty, zero, lse), xp.where(empty, lse, zero))

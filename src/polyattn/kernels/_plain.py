@@ -13,18 +13,31 @@ from ._arrays import Array, cast, dtype_name, expand, unbroadcast, widen
 from ._dropout import keep_mask
 from ._exclusion import matmul_excluding
 from ._masks import allowed as allowed_pairs
-from ._merge import Sums
-from ._problem import Problem
+from ._merge import Sums, finished
+from ._problem import AttentionGrads, Problem, RowStatistics
 from ._static import constant
 from ._structure import StructuredBias, bias_pairs
+from ._units import Units, divided, fits, gradient_unit, is_moderate, multiplied, row_units, value_unit
 
 FLOAT32_MAX = constant((2 - 2**-23) * 2.0**127)
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
+    """The scores of a tile, in the units of their rows if they have any."""
+
     scores: Array  # after scale, softcap and bias; −inf where excluded
     capped: Array  # after scale and softcap, as the softcap's derivative needs it
     allowed: Array | None
+    units: Units | None = None
+
+
+class Rows(NamedTuple):
+    """What the backward of a tile knows of its rows over all their keys."""
+
+    largest: Array  # (…, H, n_q), in the row's unit if it has one
+    log_total: Array  # (…, H, n_q)
+    shift: Array  # dlse − rowsum(dout · out), (…, H, n_q)
+    units: Units | None = None
 
 
 class PlainKernel:
@@ -36,66 +49,198 @@ class PlainKernel:
         """Support everything."""
         return None
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
-        xp = problem.xp
-        out, lse = finished(xp, sums(q, k, v, problem))
-        return cast(xp, out, q.dtype), expand(xp, lse, problem.sizes.scores[:-1])
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+        """Return softmax(q kᵀ · scale + …) v and the row statistics."""
+        return forward_in_units(problem, q, k, v, plain_forward)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
         """Reverse the lines of the forward, with the scores computed again."""
-        xp = problem.xp
-        q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
-        dout, out = widen(xp, dout), widen(xp, out)
-        scores, capped, allowed = attention_scores(q_, k_, problem)
-        weights = normalised(scores, lse, allowed, problem)
-
-        # out = dropped(weights) v
-        kept = xp.matrix_transpose(dropped(weights, problem))
-        dv = matmul_excluding(problem.backend, kept, dout, transposed(xp, allowed))  # (…, H, n_k, d_v)
-        dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)  # (…, H, n_q, n_k)
-        # weights = softmax(scores): its Jacobian, with rowsum(weights · dweights) = rowsum(dout · out)
-        shift = -row_sum(xp, dout, out)  # (…, H, n_q)
-        if dlse is not None:
-            shift = shift + widen(xp, dlse)
-        dscores = weights * (dweights + shift[..., None])
-        dsinks = sinks_gradient(shift, lse, problem)
-        dq, dk, dbias = scores_backward(dscores, q_, k_, capped, allowed, problem)
-
-        dq = cast(xp, unbroadcast(xp, dq, q.shape), q.dtype)
-        dk, dv = (cast(xp, sum_heads(dx, x, problem), x.dtype) for dx, x in ((dk, k), (dv, v)))
-        return dq, dk, dv, dbias, dsinks
+        return backward_in_units(problem, dout, dlse, q, k, v, out, statistics, plain_rows, plain_gradients)
 
 
-def sums(q: Array, k: Array, v: Array, problem: Problem) -> Sums:
-    """Return what a set of keys adds to each row: Σ exp(score) v and Σ exp(score), in units of the largest."""
-    xp = problem.xp
-    q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
-    scores, _, allowed = attention_scores(q_, k_, problem)  # (…, H, n_q, n_k)
-    exp, total, largest = exponentials(scores, allowed, problem)
-    return Sums(matmul_excluding(problem.backend, dropped(exp, problem), v_, allowed), total, largest)
+# ---- scores --------------------------------------------------------------------------------------------------------
 
 
-def finished(xp: Any, row: Sums) -> tuple[Array, Array]:
-    """Return the weighted mean, divided once, and the log of the denominator."""
-    out = row.out / nonzero(xp, row.total)  # (…, H, n_q, d_v)
-    return out, xp.squeeze(xp.log(row.total) + row.largest, axis=-1)  # (…, H, n_q)
-
-
-def attention_scores(q: Array, k: Array, problem: Problem) -> _Scores:
+def attention_scores(q: Array, k: Array, problem: Problem, units: Units | None = None) -> Scores:
     """Return the scores ``(…, H, n_q, n_k)``, −inf exactly where a pair is excluded."""
     xp = problem.xp
-    capped = scores = xp.matmul(q, xp.matrix_transpose(k)) * problem.scale
+    capped = scores = xp.matmul(divided(q, units), xp.matrix_transpose(k)) * problem.scale
     if problem.softcap is not None:
-        capped = scores = xp.tanh(scores / problem.softcap) * problem.softcap
+        capped = scores = xp.tanh(multiplied(scores, units) / problem.softcap) * problem.softcap
+        scores = divided(scores, units)
     if problem.bias is not None:
-        scores = scores + narrowed(xp, bias_pairs(problem), scores.dtype)
+        scores = scores + divided(narrowed(xp, bias_pairs(problem), scores.dtype), units)
     allowed = allowed_pairs(problem)
     if allowed is not None:
         scores = xp.where(allowed, scores, xp.full_like(scores, -math.inf))
-    return _Scores(scores, capped, allowed)
+    return Scores(scores, capped, allowed, units)
+
+
+# ---- softmax -------------------------------------------------------------------------------------------------------
+
+
+def exponentials(x: Scores, problem: Problem) -> tuple[Array, Array, Array]:
+    """Return exp(score − largest), its sum over the keys and the sink, and the largest; zeros in an empty row."""
+    xp, scores, allowed = problem.xp, x.scores, x.allowed
+    largest = xp.max(scores, axis=-1, keepdims=True)  # (…, H, n_q, 1)
+    some = None if allowed is None else xp.any(allowed, axis=-1, keepdims=True)
+    if problem.sinks is not None:
+        sinks = divided(cast(xp, problem.sinks, scores.dtype)[:, None, None], x.units)  # (H, 1 or n_q, 1)
+        largest = xp.maximum(largest, sinks)
+        some = None if some is None else xp.logical_or(some, xp.greater(sinks, -math.inf))
+    if some is not None:  # decided by the masks: a row whose genuine scores are all −inf stays NaN
+        largest = xp.where(some, largest, xp.zeros_like(largest))
+    exp = xp.exp(multiplied(scores - largest, x.units))  # (…, H, n_q, n_k)
+    total = xp.sum(exp, axis=-1, keepdims=True)  # (…, H, n_q, 1)
+    if problem.sinks is not None:
+        total = total + xp.exp(multiplied(sinks - largest, x.units))
+    return exp, total, largest
+
+
+def normalised(x: Scores, largest: Array, log_total: Array, problem: Problem) -> Array:
+    """Return the weights from the row statistics, exactly zero where excluded, also in a row that has NaN."""
+    xp, scores = problem.xp, x.scores
+    largest, log_total = cast(xp, largest, scores.dtype), without_empty(xp, cast(xp, log_total, scores.dtype))
+    weights = xp.exp(multiplied(scores - largest[..., None], x.units) - log_total[..., None])
+    return weights if x.allowed is None else xp.where(x.allowed, weights, xp.zeros_like(weights))
+
+
+def sink_weights(largest: Array, log_total: Array, problem: Problem, units: Units | None = None) -> Array:
+    """Return the weight that every row gives to the sink of its head, ``(…, H, n_q)``."""
+    xp = problem.xp
+    above = divided(cast(xp, problem.sinks, largest.dtype)[:, None, None], units) - largest[..., None]
+    return xp.exp(xp.squeeze(multiplied(above, units), axis=-1) - without_empty(xp, log_total))
+
+
+def without_empty(xp: Any, log_total: Array) -> Array:
+    """Return the logarithm of the denominator, 0 in an empty row."""
+    return xp.where(xp.equal(log_total, -math.inf), xp.zeros_like(log_total), log_total)
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+def forward_in_units(problem: Problem, q: Array, k: Array, v: Array, forward: Any) -> tuple[Array, RowStatistics]:
+    """Run ``forward(q, k, v, problem, units)``, with the rows in units where something may overflow."""
+    xp = problem.xp
+
+    def careful() -> tuple[Array, RowStatistics]:
+        unit = value_unit(widen(xp, v), problem)
+        out, statistics = forward(q, k, divided(widen(xp, v), unit), problem, row_units(q_, k_, problem))
+        return cast(xp, multiplied(out, unit), q.dtype), statistics
+
+    def ordinary() -> tuple[Array, RowStatistics]:
+        out, statistics = forward(q, k, v, problem, None)
+        return cast(xp, out, q.dtype), statistics
+
+    q_, k_, v_ = (widen(xp, x) for x in (q, k, v))
+    return problem.backend.cond(fits(q_, k_, v_, problem), ordinary, careful)  # type: ignore[no-any-return]
+
+
+def plain_forward(
+    q: Array, k: Array, v: Array, problem: Problem, units: Units | None
+) -> tuple[Array, RowStatistics]:  # fmt: skip
+    """Return out in float32 at least, divided once on the result, and the row statistics."""
+    xp, rows = problem.xp, problem.sizes.scores[:-1]
+    out, statistics = finished(xp, sums(q, k, v, problem, units), units)
+    return expand(xp, out, (*rows, problem.sizes.d_v)), RowStatistics(*(expand(xp, x, rows) for x in statistics))
+
+
+def sums(q: Array, k: Array, v: Array, problem: Problem, units: Units | None = None) -> Sums:
+    """Return what a set of keys adds to each row: Σ exp(score) v and Σ exp(score), in units of the largest."""
+    xp = problem.xp
+    q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
+    x = attention_scores(q_, k_, problem, units)  # (…, H, n_q, n_k)
+    exp, total, largest = exponentials(x, problem)
+    return Sums(matmul_excluding(problem.backend, dropped(exp, problem), v_, x.allowed), total, largest)
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+
+
+def backward_in_units(
+    problem: Problem, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
+    statistics: RowStatistics, rows_of: Any, gradients: Any,
+) -> AttentionGrads:  # fmt: skip
+    """Run ``gradients(dout, q, k, v, rows, problem)`` from the statistics, or from its own where scores are large.
+
+    Two computations of a large score, in the forward and in the backward or by two kernels, differ by its rounding:
+    exp makes that a factor of every weight of a row. ``rows_of(dout, q, k, v, problem, units)`` then gives the
+    statistics that belong to the very scores of ``gradients``, and rowsum(weights · dweights).
+    """
+    xp = problem.xp
+
+    def ordinary() -> AttentionGrads:
+        shift = -row_sum(xp, widen(xp, dout), widen(xp, out))
+        shift = shift if dlse is None else shift + cast(xp, dlse, shift.dtype)
+        rows = Rows(*statistics, shift)
+        return in_dtypes(problem, q, k, v, gradients(dout, q, k, v, rows, problem), rows)
+
+    def careful() -> AttentionGrads:
+        unit, units = gradient_unit(dout_, v_, problem), row_units(q_, k_, problem)
+        small = divided(dout_, unit)
+        row = rows_of(small, q, k, v, problem, units)
+        log_total = xp.squeeze(xp.log(row.total), axis=-1)
+        shift = -xp.squeeze(row.out / nonzero(xp, row.total), axis=-1)
+        shift = shift if dlse is None else shift + divided(cast(xp, dlse, shift.dtype), unit)
+        rows = Rows(xp.squeeze(row.largest, axis=-1), log_total, shift, units)
+        grads = gradients(small, q, k, v, rows, problem)
+        return in_dtypes(problem, q, k, v, grads, rows, unit)
+
+    q_, k_, v_, dout_ = (widen(xp, x) for x in (q, k, v, dout))
+    moderate = is_moderate(q_, k_, v_, statistics, problem, dout_)
+    return problem.backend.cond(moderate, ordinary, careful)  # type: ignore[no-any-return]
+
+
+def in_dtypes(
+    problem: Problem, q: Array, k: Array, v: Array | None, grads: Any, rows: Rows, unit: Units | None = None
+) -> AttentionGrads:  # fmt: skip
+    """Return all gradients in the dtypes of what they belong to, the sinks' too; ``unit`` is what they are divided by.
+
+    A sink is one more score, whose weight meets no value.
+    """
+    xp, sinks = problem.xp, problem.sinks
+    dsinks = None
+    if sinks is not None:
+        weighted = sink_weights(rows.largest, rows.log_total, problem, rows.units) * rows.shift
+        dsinks = xp.sum(weighted, axis=tuple(i for i in range(weighted.ndim) if i != weighted.ndim - 2))  # (H,)
+    pairs = zip((*grads, dsinks), (q, k, v, problem.bias_array, sinks), strict=True)
+    return AttentionGrads(*(None if dx is None else cast(xp, multiplied(dx, unit), x.dtype) for dx, x in pairs))
+
+
+def plain_rows(dout: Array, q: Array, k: Array, v: Array, problem: Problem, units: Units | None) -> Sums:
+    """Return Σ exp(score) · dweight and Σ exp(score) of each row over its keys, in units of the largest."""
+    xp = problem.xp
+    q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
+    x = attention_scores(q_, k_, problem, units)
+    exp, total, largest = exponentials(x, problem)
+    dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)
+    # an excluded value may be NaN, and what comes back to a row without weights moves nothing
+    products = xp.where(xp.equal(exp, 0), xp.zeros_like(dweights), exp * dweights)
+    return Sums(xp.sum(products, axis=-1, keepdims=True), total, largest)
+
+
+def plain_gradients(
+    dout: Array, q: Array, k: Array, v: Array, rows: Rows, problem: Problem
+) -> tuple[Array, Array, Array, Array | None]:
+    """Return the gradients of q, k, v and the bias, in float32 at least."""
+    xp = problem.xp
+    q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
+    dout = widen(xp, dout)
+    x = attention_scores(q_, k_, problem, rows.units)
+    weights = normalised(x, rows.largest, rows.log_total, problem)
+
+    # out = dropped(weights) v
+    kept = xp.matrix_transpose(dropped(weights, problem))
+    dv = matmul_excluding(problem.backend, kept, dout, transposed(xp, x.allowed))  # (…, H, n_k, d_v)
+    dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)  # (…, H, n_q, n_k)
+    # weights = softmax(scores): its Jacobian, with rowsum(weights · dweights) = rowsum(dout · out)
+    dscores = weights * (dweights + rows.shift[..., None])
+    dq, dk, dbias = scores_backward(dscores, q_, k_, x.capped, x.allowed, problem)
+    return unbroadcast(xp, dq, q.shape), sum_heads(dk, k, problem), sum_heads(dv, v, problem), dbias
 
 
 def scores_backward(
@@ -118,35 +263,9 @@ def scores_backward(
     return dq, dk, dbias
 
 
-def exponentials(scores: Array, allowed: Array | None, problem: Problem) -> tuple[Array, Array, Array]:
-    """Return exp(scores − largest), its sum over the keys and the sink, and the largest; zeros in an empty row."""
-    xp = problem.xp
-    largest = xp.max(scores, axis=-1, keepdims=True)  # (…, H, n_q, 1)
-    some = None if allowed is None else xp.any(allowed, axis=-1, keepdims=True)
-    if problem.sinks is not None:
-        sinks = cast(xp, problem.sinks, scores.dtype)[:, None, None]  # (H, 1, 1)
-        largest = xp.maximum(largest, sinks)
-        some = None if some is None else xp.logical_or(some, xp.greater(sinks, -math.inf))
-    if some is not None:  # decided by the masks: a row whose genuine scores are all −inf stays NaN
-        largest = xp.where(some, largest, xp.zeros_like(largest))
-    exp = xp.exp(scores - largest)  # (…, H, n_q, n_k)
-    total = xp.sum(exp, axis=-1, keepdims=True)  # (…, H, n_q, 1)
-    if problem.sinks is not None:
-        total = total + xp.exp(sinks - largest)
-    return exp, total, largest
-
-
 def nonzero(xp: Any, total: Array) -> Array:
     """Return the softmax's denominator, 1 in an empty row: its zeros stay zeros."""
     return xp.where(xp.equal(total, 0), xp.ones_like(total), total)
-
-
-def normalised(scores: Array, lse: Array, allowed: Array | None, problem: Problem) -> Array:
-    """Return exp(scores − lse), exactly zero where excluded, also in a row whose lse is NaN."""
-    xp = problem.xp
-    lse = cast(xp, lse, scores.dtype)
-    weights = xp.exp(scores - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse)[..., None])
-    return weights if allowed is None else xp.where(allowed, weights, xp.zeros_like(weights))
 
 
 def dropped(weights: Array, problem: Problem) -> Array:
@@ -164,7 +283,7 @@ def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
     bias = problem.bias
     if isinstance(bias, StructuredBias):
         return bias.gradient(dscores, problem)
-    return None if bias is None else cast(problem.xp, unbroadcast(problem.xp, dscores, bias.shape), bias.dtype)
+    return None if bias is None else unbroadcast(problem.xp, dscores, bias.shape)
 
 
 def row_sum(xp: Any, dout: Array, out: Array) -> Array:
@@ -179,16 +298,6 @@ def narrowed(xp: Any, bias: Array, dtype: Any) -> Array:
     if dtype_name(bias.dtype) == "float64" != dtype_name(dtype):
         bias = xp.where(xp.isfinite(bias), xp.clip(bias, -FLOAT32_MAX(), FLOAT32_MAX()), bias)
     return cast(xp, bias, dtype)
-
-
-def sinks_gradient(shift: Array, lse: Array, problem: Problem) -> Array | None:
-    """Return the sinks' gradient: a sink is one more score, whose weight meets no value."""
-    if problem.sinks is None:
-        return None
-    xp, sinks = problem.xp, problem.sinks
-    weight = xp.exp(widen(xp, sinks)[:, None] - xp.where(xp.equal(lse, -math.inf), xp.zeros_like(lse), lse))
-    axes = tuple(i for i in range(shift.ndim) if i != shift.ndim - 2)
-    return cast(xp, xp.sum(weight * shift, axis=axes), sinks.dtype)  # (H,)
 
 
 def repeat_heads(x: Array, problem: Problem) -> Array:

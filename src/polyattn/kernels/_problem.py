@@ -10,6 +10,44 @@ from ._records import Record
 from ._structure import StructuredBias, StructuredMask
 
 
+class RowStatistics(NamedTuple):
+    """What the softmax of each row was divided by, as two numbers: a row's log-sum-exp without loss of digits.
+
+    A weight is ``exp((score − largest) − log_total)``. Their sum alone would lose digits where scores are large. In a
+    row that may attend to nothing they are 0 and −inf.
+    """
+
+    largest: Array
+    """The largest score of the row, the sink included, or 0 where scores are so small that no digit is lost.
+
+    (…, H, n_q), in float32 or wider.
+    """
+    log_total: Array
+    """The logarithm of Σ exp(score − largest), the sink included: (…, H, n_q), float32 or wider."""
+
+    @property
+    def lse(self) -> Array:
+        """The log-sum-exp of each row: the sum of the two."""
+        return self.largest + self.log_total
+
+    def reshaped(self, xp: Any, shape: tuple[int, ...]) -> RowStatistics:
+        """Return them in another shape."""
+        return RowStatistics(xp.reshape(self.largest, shape), xp.reshape(self.log_total, shape))
+
+
+class AttentionGrads(NamedTuple):
+    """The gradients of :func:`polyattn.attention`; None for absent sinks, and for a bias without an array of its own.
+
+    Of a bias of relative positions it is the table's.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    sinks: Array | None
+
+
 class Sizes(NamedTuple):
     """The axis lengths of an attention problem. ``batch`` is what q, k and v broadcast to before the head axis."""
 
@@ -102,7 +140,10 @@ class Kernel(Protocol):
 
     A kernel sees native arrays of its backend's library with a head axis, after
     validation and conversion, and never an empty axis. Its backward accepts the
-    ``(out, lse)`` of any kernel.
+    ``(out, statistics)`` of any kernel.
+
+    A kernel whose library gives it one rounded log-sum-exp a row says so by an attribute ``joins_statistics = True``:
+    its own backward knows that, and :func:`with_statistics` makes the digits up for what else looks at them.
     """
 
     name: str
@@ -111,12 +152,13 @@ class Kernel(Protocol):
         """Return None, or the reason why this kernel does not compute the problem."""
         ...
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
-        """Return ``out (…, H, n_q, d_v)`` in the inputs' dtype and ``lse (…, H, n_q)`` in float32 or wider."""
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+        """Return ``out (…, H, n_q, d_v)`` in the inputs' dtype and the statistics of its rows."""
         ...
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """Return the gradients of ``(q, k, v, bias, sinks)``; None for what the problem does not have."""
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
+        """Return the gradients; None for what the problem does not have."""
         ...

@@ -4,7 +4,7 @@ A tile of queries and keys is an attention problem of its own, which the plain
 kernel computes; the sums over the keys are joined in units of the largest score
 (Rabe and Staats, "Self-attention does not need O(n²) memory", 2021; Dao et al.,
 "FlashAttention", 2022). The backward computes each tile's weights again from
-the log-sum-exp of the whole row.
+the statistics of the whole row.
 
 Tiles that static arguments exclude are never visited, and those that they leave
 whole are computed without a mask. The loop goes through the backend's ``scan``,
@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 from ._arrays import Array, cast, wide, widen
 from ._masks import allowed, shifted
-from ._merge import Sums, merge_sums
-from ._plain import PlainKernel, finished, row_sum, sinks_gradient, sums
-from ._problem import Problem, Sizes
+from ._merge import Sums, finished, merge_sums
+from ._plain import PlainKernel, Rows, backward_in_units, forward_in_units, plain_gradients, plain_rows, sums
+from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
 from ._structure import StructuredBias, StructuredMask
+from ._units import LARGE, Units, divided, magnitude
 
 PLAIN = PlainKernel()
 SCORES = 2**20  # of one tile over all heads: 4 MiB in float32, and a handful of such arrays at a time
@@ -56,60 +57,132 @@ class TiledKernel:
         """Support everything."""
         return None
 
-    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Start from nothing but the sinks, and join in the tiles."""
-        sizes, xp = problem.sizes, problem.xp
-        if tile_lengths(sizes) == (sizes.n_q, sizes.n_k):
+        if in_one_tile(problem):
             return PLAIN.forward(q, k, v, problem)
-        dtype, device, rows = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
-        zero = xp.zeros((*rows, 1), dtype=dtype, device=device)
-        start = Sums(xp.zeros((*rows, sizes.d_v), dtype=dtype, device=device), zero, xp.zeros_like(zero))
-        if problem.sinks is not None:
-            sinks = zero + cast(xp, problem.sinks, dtype)[:, None, None]  # (…, H, n_q, 1)
-            start = start._replace(total=xp.where(xp.equal(sinks, -math.inf), zero, zero + 1), largest=sinks)
-
-        def body(carry: Any, tile: Tile, part: Problem) -> Any:
-            n_q, n_k = part.sizes.n_q, part.sizes.n_k
-            q_t = widen(xp, cut(part, q, tile.query, n_q, -2))
-            k_t, v_t = (widen(xp, cut(part, x, tile.key, n_k, -2)) for x in (k, v))
-            before = Sums(*(cut(part, x, tile.query, n_q, -2) for x in carry))
-            now = merge_sums(xp, before, sums(q_t, k_t, v_t, part))
-            put = problem.backend.update_slice
-            return tuple(put(x, x_t, tile.query, x.ndim - 2) for x, x_t in zip(carry, now, strict=True))
-
-        out, lse = finished(xp, Sums(*over_tiles(problem, body, tuple(start))))
-        return cast(xp, out, q.dtype), lse
+        return forward_in_units(problem, q, k, v, tiled_forward)
 
     def backward(
-        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """Add up the gradients of the tiles, each from the log-sum-exp of its whole rows."""
-        sizes, xp = problem.sizes, problem.xp
-        if tile_lengths(sizes) == (sizes.n_q, sizes.n_k):
-            return PLAIN.backward(dout, dlse, q, k, v, out, lse, problem)
-        bias = problem.bias_array
-        totals = tuple(None if x is None else xp.zeros_like(x, dtype=wide(xp, x.dtype)) for x in (q, k, v, bias))
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
+        """Add up the gradients of the tiles, each from the statistics of its whole rows."""
+        if in_one_tile(problem):
+            return PLAIN.backward(dout, dlse, q, k, v, out, statistics, problem)
+        return backward_in_units(problem, dout, dlse, q, k, v, out, statistics, tiled_rows, tiled_gradients)
 
-        def body(carry: Any, tile: Tile, part: Problem) -> Any:
-            dq, dk, dv, dbias = carry
-            n_q, n_k = part.sizes.n_q, part.sizes.n_k
-            q_t = widen(xp, cut(part, q, tile.query, n_q, -2))
-            k_t, v_t = (widen(xp, cut(part, x, tile.key, n_k, -2)) for x in (k, v))
-            dout_t, out_t = (cut(part, x, tile.query, n_q, -2) for x in (dout, out))
-            dlse_t, lse_t = (None if x is None else cut(part, x, tile.query, n_q, -1) for x in (dlse, lse))
-            grads = PLAIN.backward(dout_t, dlse_t, q_t, k_t, v_t, out_t, lse_t, with_wide_bias(part))
-            dq = add_at(part, dq, grads[0], (tile.query, None))
-            dk, dv = (add_at(part, dx, grad, (tile.key, None)) for dx, grad in ((dk, grads[1]), (dv, grads[2])))
-            if dbias is not None:
-                where = (tile.query, tile.key) if problem.table is None else (None, None)
-                dbias = add_at(part, dbias, widen(xp, grads[3]), where)
-            return dq, dk, dv, dbias
 
-        dq, dk, dv, dbias = over_tiles(problem, body, totals)
-        shift = -row_sum(xp, widen(xp, dout), widen(xp, out))  # (…, H, n_q)
-        dsinks = sinks_gradient(shift if dlse is None else shift + widen(xp, dlse), lse, problem)
-        dq, dk, dv = (cast(xp, dx, x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
-        return dq, dk, dv, None if bias is None else cast(xp, dbias, bias.dtype), dsinks
+def in_one_tile(problem: Problem) -> bool:
+    """Say whether all scores fit into one tile."""
+    return tile_lengths(problem.sizes) == (problem.sizes.n_q, problem.sizes.n_k)
+
+
+def tiled_forward(
+    q: Array, k: Array, v: Array, problem: Problem, units: Units | None
+) -> tuple[Array, RowStatistics]:  # fmt: skip
+    """Return out in float32 at least, and the row statistics."""
+    return finished(problem.xp, tiled_sums(q, k, v, problem, units), units)
+
+
+def tiled_sums(q: Array, k: Array, v: Array, problem: Problem, units: Units | None) -> Sums:
+    """Return Σ exp(score) v and Σ exp(score) of each row over its keys and the sink, in units of the largest."""
+
+    def sums_of(q_t: Array, k_t: Array, v_t: Array, tile: Tile, part: Problem) -> Sums:
+        return sums(q_t, k_t, v_t, part, units=units_at(part, units, tile))
+
+    return joined_tiles(q, k, v, problem, units, problem.sizes.d_v, sums_of)
+
+
+def with_statistics(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+    """Return a kernel's out, and row statistics that have lost no digit."""
+    out, statistics = kernel.forward(q, k, v, problem)
+    return out, unrounded(kernel, q, k, statistics, problem)
+
+
+def unrounded(kernel: Kernel, q: Array, k: Array, statistics: RowStatistics, problem: Problem) -> RowStatistics:
+    """Return the row statistics, computed again where a kernel gave a rounded log-sum-exp and its rounding shows."""
+    if not getattr(kernel, "joins_statistics", False):
+        return statistics
+    xp = problem.xp
+
+    def again() -> RowStatistics:
+        of_one = replace(problem, sizes=problem.sizes._replace(d_v=1))
+        return finished(xp, tiled_sums(q, k, k[..., :1], of_one, None))[1]
+
+    small = xp.less_equal(magnitude(xp, statistics.largest), LARGE() / 2)
+    return problem.backend.cond(small, lambda: statistics, again)  # type: ignore[no-any-return]
+
+
+def tiled_rows(dout: Array, q: Array, k: Array, v: Array, problem: Problem, units: Units | None) -> Sums:
+    """Return Σ exp(score) · dweight and Σ exp(score) of each row over its keys, in units of the largest."""
+
+    def rows_of(q_t: Array, k_t: Array, v_t: Array, tile: Tile, part: Problem) -> Sums:
+        dout_t = cut(part, dout, tile.query, part.sizes.n_q, -2)
+        return plain_rows(dout_t, q_t, k_t, v_t, part, units_at(part, units, tile))
+
+    return joined_tiles(q, k, v, problem, units, 1, rows_of)
+
+
+def joined_tiles(
+    q: Array, k: Array, v: Array, problem: Problem, units: Units | None, features: int,
+    of_tile: Callable[[Array, Array, Array, Tile, Problem], Sums],
+) -> Sums:  # fmt: skip
+    """Return the sums of all rows, joined over the tiles of keys, from nothing but the sinks on."""
+    sizes, xp = problem.sizes, problem.xp
+    dtype, device, rows = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
+    zero = xp.zeros((*rows, 1), dtype=dtype, device=device)
+    start = Sums(xp.zeros((*rows, features), dtype=dtype, device=device), zero, xp.zeros_like(zero))
+    if problem.sinks is not None:
+        sinks = zero + divided(cast(xp, problem.sinks, dtype)[:, None, None], units)  # (…, H, n_q, 1)
+        start = start._replace(total=xp.where(xp.equal(sinks, -math.inf), zero, zero + 1), largest=sinks)
+
+    def body(carry: Any, tile: Tile, part: Problem) -> Any:
+        n_q, n_k = part.sizes.n_q, part.sizes.n_k
+        q_t = widen(xp, cut(part, q, tile.query, n_q, -2))
+        k_t, v_t = (widen(xp, cut(part, x, tile.key, n_k, -2)) for x in (k, v))
+        before = Sums(*(cut(part, x, tile.query, n_q, -2) for x in carry))
+        now = merge_sums(xp, before, of_tile(q_t, k_t, v_t, tile, part), units_at(part, units, tile))
+        put = problem.backend.update_slice
+        return tuple(put(x, x_t, tile.query, x.ndim - 2) for x, x_t in zip(carry, now, strict=True))
+
+    return Sums(*over_tiles(problem, body, tuple(start)))
+
+
+def tiled_gradients(
+    dout: Array, q: Array, k: Array, v: Array, rows: Rows, problem: Problem
+) -> tuple[Array, Array, Array, Array | None]:
+    """Return the gradients of q, k, v and the bias, in float32 at least."""
+    xp, bias = problem.xp, problem.bias_array
+    totals = tuple(None if x is None else xp.zeros_like(x, dtype=wide(xp, x.dtype)) for x in (q, k, v, bias))
+
+    def body(carry: Any, tile: Tile, part: Problem) -> Any:
+        dq, dk, dv, dbias = carry
+        n_q, n_k = part.sizes.n_q, part.sizes.n_k
+        q_t = widen(xp, cut(part, q, tile.query, n_q, -2))
+        k_t, v_t = (widen(xp, cut(part, x, tile.key, n_k, -2)) for x in (k, v))
+        dout_t, rows_t = cut(part, dout, tile.query, n_q, -2), rows_at(part, rows, tile)
+        grads = plain_gradients(dout_t, q_t, k_t, v_t, rows_t, part)
+        dq = add_at(part, dq, grads[0], (tile.query, None))
+        dk, dv = (add_at(part, dx, grad, (tile.key, None)) for dx, grad in ((dk, grads[1]), (dv, grads[2])))
+        if dbias is not None:
+            where = (tile.query, tile.key) if problem.table is None else (None, None)
+            dbias = add_at(part, dbias, widen(xp, grads[3]), where)
+        return dq, dk, dv, dbias
+
+    dq, dk, dv, dbias = over_tiles(problem, body, totals)
+    return dq, dk, dv, dbias
+
+
+def rows_at(part: Problem, rows: Rows, tile: Tile) -> Rows:
+    """Cut a tile's rows out of what is known of all rows."""
+    largest, log_total, shift = (cut(part, x, tile.query, part.sizes.n_q, -1) for x in rows[:3])
+    return Rows(largest, log_total, shift, units_at(part, rows.units, tile))
+
+
+def units_at(part: Problem, units: Units | None, tile: Tile) -> Units | None:
+    """Cut a tile's rows out of the units of all rows."""
+    return None if units is None else Units(*(cut(part, x, tile.query, part.sizes.n_q, -2) for x in units))
 
 
 def tile_lengths(sizes: Sizes) -> tuple[int, int]:
@@ -221,13 +294,6 @@ def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
         return replace(part, causal=False, window=(None, None), key_lengths=None, mask=mask)
     lengths = problem.key_lengths
     return replace(part, key_lengths=None if lengths is None else shifted(problem, lengths, plus=0, minus=j))
-
-
-def with_wide_bias(part: Problem) -> Problem:
-    """Return the problem of a tile with its bias in float32 at least, in which its gradient is then summed."""
-    if part.bias is None or isinstance(part.bias, StructuredBias):
-        return part
-    return replace(part, bias=widen(part.xp, part.bias))
 
 
 def allowed_in(problem: Problem, rows: slice, keys: slice) -> Array | None:

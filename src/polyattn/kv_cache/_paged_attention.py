@@ -11,20 +11,34 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from ..backend import Array, Backend, Record, Structure, flatten
-from ..functional import AttentionGrads, _attention
+from ..functional import _attention
 from ..functional._arguments import make_problem
 from ..functional._dispatch import Operation
-from ..kernels import Problem, cast, merge, wide, widen
+from ..kernels import AttentionGrads, Kernel, Problem, RowStatistics, cast, wide, widen
 from ..kernels._exclusion import matmul_excluding
+from ..kernels._merge import Sums, finished, merge_sums, sums_of
+from ..kernels._plain import Rows, in_dtypes, nonzero
+from ..kernels._tiled import tiled_gradients, tiled_rows, tiled_sums, with_statistics
+from ..kernels._units import (
+    Units,
+    divided,
+    fits,
+    gradient_unit,
+    is_moderate,
+    multiplied,
+    row_units,
+    value_unit,
+)
 
 __all__ = ["OPERATION"]
 
 PAGED = ("k", "v", "bias", "mask", "q_segments", "k_segments", "owners", "numbers")
 """The arrays that have a page for their first axis; a structured bias's table has none."""
+FEW = 2
 
 
 class Group(NamedTuple):
@@ -36,6 +50,11 @@ class Group(NamedTuple):
     problem: Problem
     owners: Array  # (G,), −1 for a page that counts for nothing
     entries: Array  # (G,), 0 for these
+
+    def rows_of(self, units: Units) -> Units:
+        """Return the units of the rows of each page's owner."""
+        xp = self.problem.xp
+        return Units(*(xp.take(x, self.entries, axis=0) for x in units))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +72,13 @@ class Reading(Record):
     def groups(self) -> int:
         """How many groups there are; the last overlaps the one before where the number of pages asks for it."""
         return -(-self._total // self.pages)
+
+    @property
+    def few(self) -> Reading:
+        """The same with few pages at a time, for what copies them; a compiler sets memory aside for it in any case."""
+        pages = min(self.pages, FEW)
+        sizes = self.options["sizes"]._replace(batch=(pages,))
+        return replace(self, pages=pages, options=self.options | {"sizes": sizes})
 
     @property
     def device(self) -> str | None:
@@ -93,8 +119,23 @@ class Reading(Record):
         x["q_offset"] = lengths - n_q - start
         q, k, v = xp.take(x.pop("q"), entries, axis=0), x.pop("k"), x.pop("v")  # q (G, H, n_q, d_k)
         x.pop("sinks", None)  # of each entry, not of each page
-        options = {name: value for name, value in self.options.items() if name != "kernel"}
-        return Group(q, k, v, make_problem(self.backend, q, self.device, **x, **options), owners, entries)
+        problem = make_problem(self.backend, q, self.device, **x, **self._problem_options)
+        return Group(q, k, v, problem, owners, entries)
+
+    def kernel_for(self, problem: Problem) -> Kernel:
+        """Return the kernel that computes the pages of a group."""
+        return _attention.kernel_for(problem, self.options["kernel"])
+
+    @property
+    def whole(self) -> Problem:
+        """The problem of the entries, without what says which keys a query sees: the keys are those of all pages."""
+        given, options = {name: self.arrays.get(name) for name in ("bias", "sinks")}, self._problem_options
+        sizes = options["sizes"]._replace(n_k=options["sizes"].n_k * self._total)
+        return make_problem(self.backend, self.arrays["q"], self.device, **given, **(options | {"sizes": sizes}))
+
+    @property
+    def _problem_options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.options.items() if name != "kernel"}
 
     def _count(self) -> Array:
         xp = self.backend.namespace()
@@ -106,100 +147,160 @@ class Saved(NamedTuple):
 
     reading: Reading
     out: Array
-    lse: Array
+    statistics: RowStatistics
 
 
 def forward(backend: Backend, *, pages: int, options: dict[str, Any], **arrays: Array) -> tuple[Array, Saved]:
     """Return out (B, H, n_q, d_v)."""
     reading = Reading(backend, arrays, options, pages)
     flat, structure = flatten(reading)
-    out, lse = _compiled(backend, structure)(*flat)
-    return out, Saved(reading, out, lse)
+    out, statistics = _compiled(backend, structure)(*flat)
+    return out, Saved(reading, out, statistics)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(backend: Backend, structure: Structure) -> Callable[..., tuple[Array, Array]]:
+def _compiled(backend: Backend, structure: Structure) -> Callable[..., tuple[Array, RowStatistics]]:
     """Return the forward as one program, where the library compiles any."""
     return backend.jit(lambda *arrays: _read(structure.build(arrays)))
 
 
-def _read(reading: Reading) -> tuple[Array, Array]:
-    """Return out (B, H, n_q, d_v) and lse (B, H, n_q)."""
-    backend, x, kernel = reading.backend, reading.arrays, reading.options["kernel"]
-    xp, q, d_v = backend.namespace(), x["q"], reading.options["sizes"].d_v
-    rows, device = tuple(q.shape[:-1]), backend.native_device(reading.device)
+def _read(reading: Reading) -> tuple[Array, RowStatistics]:
+    """Return out (B, H, n_q, d_v) and the row statistics (B, H, n_q)."""
+    backend, x, problem = reading.backend, reading.arrays, reading.whole
+    xp, d_v = problem.xp, problem.sizes.d_v
+    q, k, v = (widen(xp, x[name]) for name in ("q", "k", "v"))
 
-    def one(i: Any) -> tuple[Array, Array]:
+    def ordinary() -> tuple[Array, RowStatistics]:
+        def of_pages(group: Group) -> Sums:
+            kernel = reading.kernel_for(group.problem)
+            out, statistics = with_statistics(kernel, group.q, group.k, group.v, group.problem)
+            return sums_of(xp, widen(xp, out), statistics)
+
+        out, statistics = finished(xp, over_groups(reading, of_pages, d_v, None))
+        return cast(xp, out, x["q"].dtype), statistics
+
+    def careful() -> tuple[Array, RowStatistics]:
+        units, unit = row_units(q, k, problem), value_unit(v, problem)
+        few = reading.few
+
+        def of_pages(group: Group) -> Sums:
+            v_t = divided(widen(xp, group.v), unit)
+            return tiled_sums(group.q, group.k, v_t, group.problem, group.rows_of(units))
+
+        out, statistics = finished(xp, over_groups(few, of_pages, d_v, units), units)
+        return cast(xp, multiplied(out, unit), x["q"].dtype), statistics
+
+    return backend.cond(fits(q, k, v, problem), ordinary, careful)  # type: ignore[no-any-return]
+
+
+def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: int, units: Units | None) -> Sums:
+    """Return the sums of every row over its pages and the sink, from those of the pages of each group."""
+    backend, x = reading.backend, reading.arrays
+    xp, q = backend.namespace(), x["q"]
+    rows, dtype, device = tuple(q.shape[:-1]), wide(xp, q.dtype), backend.native_device(reading.device)
+
+    def one(i: Any) -> Sums:
         group = reading.group(i)
-        out, lse = _attention.kernel_for(group.problem, kernel).forward(group.q, group.k, group.v, group.problem)
-        return joined(backend, group.owners, widen(xp, out), lse, rows[0])
+        return joined(backend, group, of_pages(group), rows[0], units)
 
+    zero = xp.zeros((*rows, 1), dtype=dtype, device=device)
+    nothing = Sums(xp.zeros((*rows, features), dtype=dtype, device=device), zero, xp.zeros_like(zero))
     if reading.groups == 1:
-        out, lse = one(0)
+        total = one(0)
     else:
-        dtype = wide(xp, q.dtype)
-        nothing = (
-            xp.zeros((*rows, d_v), dtype=dtype, device=device), xp.full(rows, -math.inf, dtype=dtype, device=device)
-        )  # fmt: skip
-        (out, lse), _ = backend.scan(lambda carry, i: (merge(xp, carry, one(i)), ()), nothing, reading.groups)
+        total, _ = backend.scan(lambda carry, i: (merge_sums(xp, carry, one(i), units), ()), nothing, reading.groups)
     if "sinks" in x:  # one more key, whose value is zero
-        sinks = cast(xp, x["sinks"], lse.dtype)[:, None]
-        out, lse = merge(xp, (out, lse), (xp.zeros_like(out), sinks))
-    return cast(xp, out, q.dtype), lse
+        sinks = zero + divided(cast(xp, x["sinks"], dtype)[:, None, None], units)
+        one_ = xp.where(xp.equal(sinks, -math.inf), zero, xp.ones_like(zero))
+        total = merge_sums(xp, total, Sums(nothing.out, one_, sinks), units)
+    return total
 
 
-def joined(backend: Backend, owners: Array, out: Array, lse: Array, batch: int) -> tuple[Array, Array]:
-    """Return out (B, H, n_q, d_v) and lse (B, H, n_q) of each entry over its pages, from those of the pages (G, …)."""
-    xp = backend.namespace()
+def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units | None) -> Sums:
+    """Return the sums (B, H, n_q, ·) of each entry over its pages of a group, from those of the pages."""
+    xp, owners = backend.namespace(), group.owners
     entries = xp.arange(batch, dtype=owners.dtype, device=backend.native_device(backend.device_of(owners)))
     mine = owners[None, :] == entries[:, None]  # (B, G)
-    of, lse = mine[:, :, None, None], lse[None, ...]  # (B, G, 1, 1), (1, G, H, n_q)
-    none = xp.full_like(lse, -math.inf)
-    largest = xp.max(xp.where(of, lse, none), axis=1)  # (B, H, n_q)
-    empty = largest == -math.inf
-    base = xp.where(empty, xp.zeros_like(largest), largest)
-    weights = xp.where(of, xp.exp(lse - base[:, None, ...]), xp.zeros_like(lse))  # (B, G, H, n_q)
-    total = xp.sum(weights, axis=1)
+    of = mine[:, :, None, None, None]
+    largest, total = pages.largest[None, ...], pages.total[None, ...]  # (1, G, H, n_q, 1)
+    counts = xp.logical_and(of, xp.not_equal(total, 0))
+    top = xp.max(xp.where(counts, largest, xp.full_like(largest, -math.inf)), axis=1)  # (B, H, n_q, 1)
+    base = xp.where(xp.equal(top, -math.inf), xp.zeros_like(top), top)
+    above = largest - base[:, None, ...]
+    if units is not None:
+        above = multiplied(above, Units(*(x[:, None, ...] for x in units)))
+    scales = xp.where(counts, xp.exp(above), xp.zeros_like(above))  # (B, G, H, n_q, 1)
+    totals = xp.sum(xp.where(counts, scales * total, xp.zeros_like(scales)), axis=1)
     # What one entry's pages hold, NaN included, must not reach another: the product leaves out what is not its own.
     product = matmul_excluding(
-        backend, xp.permute_dims(weights, (2, 3, 0, 1)), xp.permute_dims(out, (1, 2, 0, 3)), mine
-    )  # (H, n_q, B, d_v)
-    total = xp.where(empty, xp.ones_like(total), total)
-    out = xp.permute_dims(product, (2, 0, 1, 3)) / total[..., None]
-    return out, xp.where(empty, largest, base + xp.log(total))
+        backend, xp.permute_dims(scales[..., 0], (2, 3, 0, 1)), xp.permute_dims(pages.out, (1, 2, 0, 3)), mine
+    )  # (H, n_q, B, d)
+    return Sums(xp.permute_dims(product, (2, 0, 1, 3)), totals, base)
 
 
 def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
     """Return the gradients: each page's from what its rows are over all their keys."""
-    reading, out, lse = saved
-    xp, x, put = backend.namespace(), reading.arrays, backend.update_slice
-    structured = "bias_structure" in reading.options
+    reading, out, statistics = saved
+    xp, x, problem = backend.namespace(), reading.arrays, reading.whole
+    q, k, v, dout_ = (widen(xp, y) for y in (x["q"], x["k"], x["v"], dout))
+
+    def ordinary() -> AttentionGrads:
+        def of_pages(group: Group) -> Any:
+            dout_t, out_t, *own = (xp.take(y, group.entries, axis=0) for y in (dout, out, *statistics))
+            kernel, own_t = reading.kernel_for(group.problem), RowStatistics(*own)
+            return kernel.backward(dout_t, None, group.q, group.k, group.v, out_t, own_t, group.problem)[:4]
+
+        rows = Rows(*statistics, -xp.sum(dout_ * widen(xp, out), axis=-1))
+        grads = summed_over_groups(reading, of_pages)
+        return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows)
+
+    def careful() -> AttentionGrads:
+        units, unit = row_units(q, k, problem), gradient_unit(dout_, v, problem)
+        small, few = divided(dout_, unit), reading.few
+
+        def rows_of_pages(group: Group) -> Sums:
+            dout_t = xp.take(small, group.entries, axis=0)
+            return tiled_rows(dout_t, group.q, group.k, group.v, group.problem, group.rows_of(units))
+
+        row = over_groups(few, rows_of_pages, 1, units)
+        means = row.out / nonzero(xp, row.total)
+        largest, log_total, shift = (xp.squeeze(y, axis=-1) for y in (row.largest, xp.log(row.total), -means))
+        rows = Rows(largest, log_total, shift, units)
+
+        def of_pages(group: Group) -> Any:
+            dout_t, *own = (xp.take(y, group.entries, axis=0) for y in (small, largest, log_total, shift))
+            rows_t = Rows(own[0], own[1], own[2], group.rows_of(units))
+            return tiled_gradients(dout_t, group.q, group.k, group.v, rows_t, group.problem)
+
+        grads = summed_over_groups(few, of_pages)
+        return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows, unit)
+
+    moderate = is_moderate(q, k, v, statistics, problem, dout_)
+    return backend.cond(moderate, ordinary, careful)  # type: ignore[no-any-return]
+
+
+def summed_over_groups(reading: Reading, of_pages: Callable[[Group], Any]) -> tuple[Array | None, ...]:
+    """Return the gradients of q, k, v and the bias from those of each group's pages."""
+    backend, x = reading.backend, reading.arrays
+    xp, put, structured = backend.namespace(), backend.update_slice, "bias_structure" in reading.options
 
     def one(carry: Any, i: Any) -> tuple[Any, tuple[()]]:
         group, (dq, dk, dv, dbias) = reading.group(i), carry
-        dout_, out_, lse_ = (xp.take(y, group.entries, axis=0) for y in (dout, out, lse))
-        kernel = _attention.kernel_for(group.problem, reading.options["kernel"])
-        grads = kernel.backward(dout_, None, group.q, group.k, group.v, out_, lse_, group.problem)
-        dq = backend.index_add(dq, group.entries, widen(xp, grads[0]))
+        parts = of_pages(group)
+        dq_, dk_, dv_, dbias_ = (None if dx is None else widen(xp, dx) for dx in parts)
 
         def add(total: Array, part: Array) -> Array:  # pages that two groups have are zero in one of them
             return put(total, reading.part(total, i) + part, reading.start(i), 0)
 
-        dk, dv = add(dk, grads[1]), add(dv, grads[2])
+        dq, dk, dv = backend.index_add(dq, group.entries, dq_), add(dk, dk_), add(dv, dv_)
         if dbias is not None:
-            dbias = dbias + grads[3] if structured else add(dbias, grads[3])
+            dbias = dbias + dbias_ if structured else add(dbias, dbias_)
         return (dq, dk, dv, dbias), ()
 
-    zeros = (xp.zeros_like(y) for y in (widen(xp, x["q"]), x["k"], x["v"]))
-    start = (*zeros, xp.zeros_like(x["bias"]) if "bias" in x else None)
-    (dq, dk, dv, dbias), _ = backend.scan(one, start, reading.groups)
-    dsinks = None
-    if "sinks" in x:
-        shift = xp.sum(widen(xp, dout) * widen(xp, out), axis=-1)  # (B, H, n_q)
-        lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
-        weights = xp.exp(cast(xp, x["sinks"], lse.dtype)[None, :, None] - lse)
-        dsinks = cast(xp, -xp.sum(weights * shift, axis=(0, 2)), x["sinks"].dtype)
-    return AttentionGrads(cast(xp, dq, x["q"].dtype), dk, dv, dbias, dsinks)
+    given = (x.get(name) for name in ("q", "k", "v", "bias"))
+    zeros = tuple(None if y is None else xp.zeros_like(y, dtype=wide(xp, y.dtype)) for y in given)
+    totals, _ = backend.scan(one, zeros, reading.groups)
+    return tuple(totals)
 
 
 OPERATION = Operation("PagedKVCache.attention", forward, backward)

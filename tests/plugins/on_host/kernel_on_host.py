@@ -13,6 +13,7 @@ import cupy_on_host as on_host
 import numpy as np
 
 from polyattn import registry
+from polyattn.backend import AttentionGrads, RowStatistics
 from polyattn_cupy._kernel import CublasKernel
 
 TINY = {"SIDE": 4, "LEAST": 2, "SCORES": 32}
@@ -22,12 +23,14 @@ class OnHost(CublasKernel):
     """The kernel, given NumPy's arrays as the stand-in's."""
 
     def forward(self, q, k, v, problem):
-        return tuple(map(np.asarray, super().forward(*map(on_host.array, (q, k, v)), self.native(problem))))
+        out, statistics = super().forward(*map(on_host.array, (q, k, v)), self.native(problem))
+        return np.asarray(out), RowStatistics(*map(np.asarray, statistics))
 
-    def backward(self, dout, dlse, q, k, v, out, lse, problem):
-        arrays = map(on_host.array, (dout, dlse, q, k, v, out, lse))
-        grads = super().backward(*arrays, self.native(problem))
-        return tuple(None if x is None else np.asarray(x) for x in grads)
+    def backward(self, dout, dlse, q, k, v, out, statistics, problem):
+        arrays = map(on_host.array, (dout, dlse, q, k, v, out))
+        statistics = RowStatistics(*map(on_host.array, statistics))
+        grads = super().backward(*arrays, statistics, self.native(problem))
+        return AttentionGrads(*(None if x is None else np.asarray(x) for x in grads))
 
     @staticmethod
     def native(problem):
