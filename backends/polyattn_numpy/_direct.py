@@ -49,7 +49,7 @@ class DirectKernel:
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
         sizes, dtype = problem.sizes, wide(problem)
-        q_, k_, v_ = (x.astype(dtype, copy=False) for x in (q, k, v))
+        q_, k_, v_ = q.astype(dtype, copy=False), k.astype(dtype, copy=False), v.astype(dtype, copy=False)
         with blas_within_limit():
             scores, capped, allowed = _scores(q_, k_, problem)  # (…, H, n_q, n_k)
             lowest = capped.min()
@@ -63,9 +63,9 @@ class DirectKernel:
         if not math.isfinite(out.sum()) or lowest == -math.inf:  # NaN, infinity, or an overflow
             return TILED.forward(q, k, v, problem)
         log_total = np.where(empty, -math.inf, np.log(total))
-        statistics = (expand(np, x[..., 0], sizes.scores[:-1]) for x in (largest, log_total))
-        out = expand(np, out / total, (*sizes.scores[:-1], sizes.d_v))
-        return out.astype(q.dtype, copy=False), RowStatistics(*statistics)
+        rows = sizes.scores[:-1]
+        statistics = RowStatistics(expand(np, largest[..., 0], rows), expand(np, log_total[..., 0], rows))
+        return expand(np, out / total, (*rows, sizes.d_v)).astype(q.dtype, copy=False), statistics
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
@@ -77,8 +77,9 @@ class DirectKernel:
         with blas_within_limit():
             scores, capped, allowed = _scores(q_, k_, problem)
             dweights = _by_head(_by_kv_head(dout_, problem) @ v_.swapaxes(-1, -2), problem)  # (…, H, n_q, n_k)
-            if moderate(q_ * problem.scale, k_, statistics.lse, problem):
-                lse = np.where(np.isneginf(statistics.lse), 0, statistics.lse)[..., None]  # (…, H, n_q, 1)
+            lse = statistics.lse
+            if moderate(q_ * problem.scale, k_, lse, problem):
+                lse = np.where(np.isneginf(lse), 0, lse)[..., None]  # (…, H, n_q, 1)
                 weights = np.exp(scores - lse)  # lse has axes that only v brings
                 shift = -np.vecdot(dout_, out, dtype=dtype)  # (…, H, n_q)
                 sink_weights = 0 if problem.sinks is None else np.exp(problem.sinks[:, None] - lse[..., 0], dtype=dtype)

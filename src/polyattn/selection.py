@@ -121,7 +121,9 @@ def selected(backend: str | None = None, device: str | None = None) -> Selection
     if device is not None:
         raise UnknownBackendError(f"device: {device!r} was given without a backend; name the backend too")
     scopes = _scopes.get()
-    return scopes[-1] if scopes else _default.selection or _from_environment()
+    if scopes or _default.selection:
+        return scopes[-1] if scopes else _default.selection
+    return _from_environment() if BACKEND_VARIABLE in os.environ or DEVICE_VARIABLE in os.environ else None
 
 
 def _checked(name: str, device: str | None, source: str) -> Selection:

@@ -53,6 +53,8 @@ class Saved(Record):
 
     def with_heads(self) -> Saved:
         """Return it in the shapes that kernels know, with a head axis."""
+        if self.out.ndim > 2 and self.q.ndim == self.k.ndim == self.v.ndim == self.out.ndim:
+            return self
         q, k, v, out = (with_head(x) for x in (self.q, self.k, self.v, self.out))
         statistics = self.statistics.reshaped(self.problem.xp, self.problem.sizes.scores[:-1])
         return replace(self, q=q, k=k, v=v, out=out, statistics=statistics)
@@ -64,8 +66,9 @@ def forward(
     """Choose a kernel and run its forward."""
     problem = make_problem(backend, q, backend.device_of(q), **arguments)
     chosen = kernel_for(problem, kernel)
-    logger.debug("attention %s on %s: kernel %s", problem.sizes.scores, backend.name, chosen.name)
-    compute = empty_forward if problem.sizes.empty else chosen.forward
+    scores = problem.sizes.scores
+    logger.debug("attention %s on %s: kernel %s", scores, backend.name, chosen.name)
+    compute = empty_forward if 0 in scores else chosen.forward
     out, statistics = compute(with_head(q), with_head(k), with_head(v), problem)
     if q.ndim == k.ndim == v.ndim == 2:
         out, statistics = out[0, ...], statistics.reshaped(problem.xp, out.shape[1:-1])
@@ -78,7 +81,11 @@ def backward(backend: Backend, dout: Array, saved: Saved, dlse: Array | None = N
     dlse = None if dlse is None else xp.reshape(dlse, problem.sizes.scores[:-1])
     compute = empty_backward if problem.sizes.empty else saved.kernel.backward
     grads = compute(with_head(dout), dlse, x.q, x.k, x.v, x.out, x.statistics, problem)
-    dq, dk, dv = (xp.reshape(dx, y.shape) for dx, y in ((grads.q, saved.q), (grads.k, saved.k), (grads.v, saved.v)))
+    dq, dk, dv = (
+        xp.reshape(grads.q, saved.q.shape),
+        xp.reshape(grads.k, saved.k.shape),
+        xp.reshape(grads.v, saved.v.shape),
+    )
     return grads._replace(q=dq, k=dk, v=dv)
 
 
@@ -197,7 +204,7 @@ def attention_forward(
     with placed.place.backend.scope():
         out, saved = forward(placed.place.backend, **placed.arrays, **arguments.options)
         statistics = row_statistics_of(saved)
-    statistics = RowStatistics(*(placed.to_input_device(x, "row_statistics") for x in statistics))
+    statistics = RowStatistics(*[placed.to_input_device(x, "row_statistics") for x in statistics])
     return finish("attention", placed, out, saved, statistics)
 
 

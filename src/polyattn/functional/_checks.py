@@ -112,9 +112,11 @@ def _dtypes(arrays: Mapping[str, Array | None]) -> dict[str, str]:
     dtypes = {}
     for name, x in arrays.items():
         if x is not None:
-            if not looks_like_array(x):
-                raise _no_array(name, x)
-            dtypes[name] = dtype_name(x.dtype)
+            try:
+                dtype, _ = x.dtype, x.shape
+            except Exception:  # a property may raise anything
+                raise _no_array(name, x) from None
+            dtypes[name] = dtype_name(dtype)
     return dtypes
 
 

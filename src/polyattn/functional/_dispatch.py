@@ -174,7 +174,7 @@ def upstream(dy: Array, shape: tuple[int, ...], dtype: str, cache: Cache, name: 
 
 def to_home(grads: dict[str, Array | None], cache: Cache) -> dict[str, Array | None]:
     """Return gradients by name in the library and on the device of the inputs."""
-    if cache.place is cache.home and all(dx is None or dx.ndim for dx in grads.values()):
+    if cache.place is cache.home and 0 not in [1 if dx is None else dx.ndim for dx in grads.values()]:
         return grads  # a result without axes may be a NumPy scalar; it is converted to an array below
     wait(tuple(grads.values()), cache.place, cache.home)
     return {name: None if dx is None else move(dx, cache.home, name=f"d{name}") for name, dx in grads.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
@@ -35,17 +36,16 @@ def forward(
     backend: Backend, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int = 1
 ) -> tuple[Array, Saved]:
     """Return x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), all in float32 at least."""
-    xp = backend.namespace()
+    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
 
     def centred(x: Array) -> Array:
-        axis, n = trailing(x, axes)[1:]
         # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
         for _ in range(2):
-            x = x - xp.sum(x, axis=axis, keepdims=True) / n
+            x = x - xp.sum(x, axis=last, keepdims=True) / n
         return x
 
-    def formula(x: Array, *, scaled: bool) -> tuple[Array, Array, Array]:
-        xhat, root = normalised(backend, widen(xp, x), centred, eps, axes, scaled=scaled)
+    def formula(x: Array, *, scaled: bool = False) -> tuple[Array, Array, Array]:
+        xhat, root = normalised(backend, widen(xp, x), centred, eps, last, n, scaled=scaled)
         y = xhat
         if weight is not None:
             y = y * widen(xp, weight)
@@ -53,14 +53,14 @@ def forward(
             y = y + widen(xp, bias)
         return cast(xp, y, x.dtype), xhat, root
 
-    y, xhat, root = by_rows(backend, formula, lambda y, xhat, root: root_in_range(xp, root, eps), x, axes=axes)
+    y, xhat, root = by_rows(backend, formula, functools.partial(root_in_range, xp, eps), x, axes=axes)
     return y, Saved(xhat, root, weight, bias, axes)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> LayerNormGrads:
     """Return dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / √(var + eps), and the sums for weight and bias."""
     xp, (xhat, root, weight, bias, axes) = backend.namespace(), saved
-    dy_, (rows, _, _) = widen(xp, dy), trailing(dy, axes)
+    dy_, (rows, last, n) = widen(xp, dy), trailing(dy, axes)
     dweight = dbias = None
     # y = x̂ · weight + bias
     if bias is not None:
@@ -69,9 +69,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> LayerNormGrads:
         dweight = apply_linear(backend, lambda dy: xp.sum(dy * xhat, axis=rows), dy_)
         dweight = cast(xp, dweight, weight.dtype)  # (*features)
 
-    def formula(dy: Array, xhat: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
-        _, last, n = trailing(dy, axes)
-
+    def formula(dy: Array, xhat: Array, root: Array, *, scaled: bool = False) -> tuple[Array, Array]:
         # x̂ = (x − mean(x)) / root(x)
         def means(dxhat: Array) -> tuple[Array, ...]:
             along = xp.sum(dxhat * xhat, axis=last, keepdims=True) / n
@@ -80,7 +78,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> LayerNormGrads:
         def projected(dxhat: Array, along: Array, mean: Array) -> Array:
             return dxhat - mean - xhat * along
 
-        return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
+        return norm_gradient(backend, dy, root, weight, means, projected, last, scaled=scaled)
 
     dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, xhat, root, axes=axes)
     return LayerNormGrads(dx, dweight, dbias)

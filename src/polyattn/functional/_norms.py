@@ -12,49 +12,42 @@ from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
 from ..kernels import cast, widen
 from ._checks import expect_one_dtype, expect_rank, expect_shape, is_number, shown
-from ._range import choose, half_power, largest, low, product
+from ._range import half_power, largest, low, product
 
 
 def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the axes before the last so many, those themselves, and how many elements they hold: 1 for none."""
+    """Return the axes before the last so many, these counted from the end, and their number of elements, 1 for none."""
     lead = x.ndim - axes
-    # The mean of no elements is not asked for.
-    return tuple(range(lead)), tuple(range(lead, x.ndim)), max(math.prod(x.shape[lead:]), 1)
+    return tuple(range(lead)), tuple(range(-axes, 0)), max(math.prod(x.shape[lead:]), 1)
 
 
 def by_rows(
     backend: Backend, formula: Callable[..., Any], in_range: Callable[..., Array], *arrays: Array, axes: int
 ) -> Any:
     """Return the results of a formula by rows; of the scaled one unless ``in_range`` of the results holds."""
-
-    def of(scaled: bool) -> Any:
-        return backend.by_rows(functools.partial(formula, scaled=scaled), *arrays, axes=axes)
-
-    def plain() -> tuple[Any, Array]:
-        results = of(False)
-        return results, in_range(*results)
-
-    return choose(backend, arrays[0], plain, lambda: of(True))
+    if backend.state(arrays[0]).readable:
+        results = backend.by_rows(formula, *arrays, axes=axes)
+        if bool(backend.namespace().all(in_range(*results))):
+            return results
+    return backend.by_rows(functools.partial(formula, scaled=True), *arrays, axes=axes)
 
 
 def normalised(
-    backend: Backend, x: Array, centred: Callable[[Array], Array], eps: float, axes: int, *, scaled: bool
-) -> tuple[Array, Array]:
+    backend: Backend, x: Array, centred: Callable[[Array], Array], eps: float, last: tuple[int, ...], n: int, *,
+    scaled: bool,
+) -> tuple[Array, Array]:  # fmt: skip
     """Return x̂ = c / root and root = √(mean(c²) + eps) of c = ``centred(x)``."""
-    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
-
-    def with_root(x: Array, eps: float | Array) -> tuple[Array, Array]:
-        c = centred(x)
-        return c, xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + eps)  # (…, 1)
-
+    xp = backend.namespace()
     if not scaled:
-        c, root = with_root(x, eps)
+        c = centred(x)
+        root = xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + eps)  # (…, 1)
         return c / root, root
     size = largest(xp, x, last)
     least = xp.full_like(size, math.sqrt(eps))
     half = half_power(backend, xp.maximum(size, least))
     scale = half * half
-    c, root = with_root(x * scale, (least * scale) * (least * scale))
+    c = centred(x * scale)
+    root = xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + (least * scale) * (least * scale))  # (…, 1)
     limits = xp.finfo(root.dtype)
     # Where c is 0, eps alone keeps the root from it, and in these units eps may vanish.
     xhat = c / (xp.maximum(root, xp.full_like(root, float(limits.smallest_normal))) if eps > 0 else root)
@@ -63,10 +56,12 @@ def normalised(
     return xhat, xp.minimum(xp.maximum(root / scale, least), bound)
 
 
-def root_in_range(xp: Any, root: Array, eps: float) -> Array:
-    """Say where no square in a root √(mean(c²) + eps) has overflowed or vanished."""
-    below = xp.less_equal(root, 1 / low(root))
-    return below if eps >= low(root) ** 2 else xp.logical_and(below, xp.greater_equal(root, low(root)))
+def root_in_range(xp: Any, eps: float, *results: Array) -> Array:
+    """Say where no square in the last result, a root √(mean(c²) + eps), has overflowed or vanished."""
+    root = results[-1]
+    least = low(xp, root)
+    below = xp.less_equal(root, 1 / least)
+    return below if eps >= least**2 else xp.logical_and(below, xp.greater_equal(root, least))
 
 
 def quotient(backend: Backend, x: Array, root: Array, *, scaled: bool) -> Array:
@@ -79,10 +74,10 @@ def quotient(backend: Backend, x: Array, root: Array, *, scaled: bool) -> Array:
 
 def norm_gradient(
     backend: Backend, dy: Array, root: Array, weight: Array | None, means: Callable[[Array], tuple[Array, ...]],
-    projected: Callable[..., Array], axes: int, *, scaled: bool,
+    projected: Callable[..., Array], last: tuple[int, ...], *, scaled: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return ``projected(dx̂, *means(dx̂)) / root`` with dx̂ = dy · weight, and the sum of the means' magnitudes."""
-    xp, (_, last, _) = backend.namespace(), trailing(dy, axes)
+    xp = backend.namespace()
     dxhat, gain = widen(xp, dy), None if weight is None else widen(xp, weight)
     if scaled:
         half, of_root = half_power(backend, largest(xp, dxhat, last)), half_power(backend, root)
@@ -102,8 +97,8 @@ def norm_gradient(
 def means_in_range(xp: Any, size: Array, root: Array) -> Array:
     """Say where no product in a gradient has overflowed, or has vanished and would come back divided by the root."""
     # Zero is no product that vanished, or one that the root does not bring back.
-    enough = xp.logical_or(xp.greater_equal(size, low(size) ** 2), xp.equal(size, 0))
-    below = xp.less_equal(size, low(size) ** -2)
+    enough = xp.logical_or(xp.greater_equal(size, low(xp, size) ** 2), xp.equal(size, 0))
+    below = xp.less_equal(size, low(xp, size) ** -2)
     return xp.logical_and(below, xp.logical_and(enough, inverse_in_range(xp, root)))
 
 

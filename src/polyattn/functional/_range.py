@@ -23,9 +23,9 @@ def step(x: Array) -> int:
     return 128 if dtype_name(x.dtype) == "float64" else 16
 
 
-def low(x: Array) -> float:
+def low(xp: Any, x: Array) -> float:
     """Return a number whose square is a normal one by far, and so is that of its inverse."""
-    return 2.0 ** (-3 * step(x))
+    return 2.0**-384 if x.dtype == xp.float64 else 2.0**-48
 
 
 def largest(xp: Any, x: Array, axes: tuple[int, ...]) -> Array:
@@ -81,7 +81,7 @@ def choose(backend: Backend, x: Array, plain: Callable[[], tuple[Any, Array]], s
     if not backend.state(x).readable:
         return scaled()
     result, in_range = plain()
-    return backend.cond(backend.namespace().all(in_range), lambda: result, scaled)
+    return result if bool(backend.namespace().all(in_range)) else scaled()
 
 
 def shrink(x: Array) -> float:
@@ -97,10 +97,6 @@ def apply_linear(
     A trace computes both. With ``only_on_host``, for a function that costs too much for that, it has the first alone.
     """
     xp, y = backend.namespace(), function(x)
-    if only_on_host and not backend.state(y).readable:
+    if bool(xp.isfinite(xp.sum(y))) if backend.state(y).readable else only_on_host:
         return y
-
-    def smaller() -> Array:
-        return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))
-
-    return choose(backend, y, lambda: (y, xp.isfinite(xp.sum(y))), smaller)
+    return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))

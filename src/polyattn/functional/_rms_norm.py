@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from ..backend import Array, Backend, Cache
@@ -41,22 +42,22 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1) -> tuple[Array, Saved]:
     """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
-    xp = backend.namespace()
+    xp, (_, last, n) = backend.namespace(), trailing(x, axes)
 
-    def formula(x: Array, *, scaled: bool) -> tuple[Array, Array]:
-        y, root = normalised(backend, widen(xp, x), lambda x: x, eps, axes, scaled=scaled)
+    def formula(x: Array, *, scaled: bool = False) -> tuple[Array, Array]:
+        y, root = normalised(backend, widen(xp, x), lambda x: x, eps, last, n, scaled=scaled)
         if weight is not None:
             y = y * widen(xp, weight)
         return cast(xp, y, x.dtype), root
 
-    y, root = by_rows(backend, formula, lambda y, root: root_in_range(xp, root, eps), x, axes=axes)
+    y, root = by_rows(backend, formula, functools.partial(root_in_range, xp, eps), x, axes=axes)
     return y, Saved(x, root, weight, axes)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> RMSNormGrads:
     """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
     xp, (x, root, weight, axes) = backend.namespace(), saved
-    rows, _, _ = trailing(dy, axes)
+    rows, last, n = trailing(dy, axes)
     # y = x̂ · weight
     dweight = None
     if weight is not None:
@@ -70,8 +71,8 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> RMSNormGrads:
 
         dweight = cast(xp, apply_linear(backend, gain, widen(xp, dy)), weight.dtype)  # (*features)
 
-    def formula(dy: Array, x: Array, root: Array, *, scaled: bool) -> tuple[Array, Array]:
-        xhat, (_, last, n) = quotient(backend, widen(xp, x), root, scaled=scaled), trailing(dy, axes)
+    def formula(dy: Array, x: Array, root: Array, *, scaled: bool = False) -> tuple[Array, Array]:
+        xhat = quotient(backend, widen(xp, x), root, scaled=scaled)
 
         # x̂ = x / root(x)
         def means(dxhat: Array) -> tuple[Array, ...]:
@@ -80,7 +81,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> RMSNormGrads:
         def projected(dxhat: Array, along: Array) -> Array:
             return dxhat - xhat * along
 
-        return norm_gradient(backend, dy, root, weight, means, projected, axes, scaled=scaled)
+        return norm_gradient(backend, dy, root, weight, means, projected, last, scaled=scaled)
 
     dx, _ = by_rows(backend, formula, lambda dx, size: means_in_range(xp, size, root), dy, x, root, axes=axes)
     return RMSNormGrads(dx, dweight)

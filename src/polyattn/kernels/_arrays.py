@@ -28,7 +28,7 @@ def _dtype_name(kind: Any, dtype: Any) -> str:
 
 def wide(xp: Any, dtype: Any) -> Any:
     """Return the dtype in which long sums over ``dtype`` are taken: float32 at least."""
-    return dtype if dtype_name(dtype) == "float64" else xp.float32
+    return dtype if dtype == xp.float64 else xp.float32
 
 
 def cast(xp: Any, x: Array, dtype: Any) -> Array:
@@ -38,7 +38,7 @@ def cast(xp: Any, x: Array, dtype: Any) -> Array:
 
 def widen(xp: Any, x: Array) -> Array:
     """Return ``x`` in float32 at least."""
-    return x if dtype_name(x.dtype) in ("float32", "float64") else xp.astype(x, xp.float32)
+    return x if x.dtype == xp.float32 or x.dtype == xp.float64 else xp.astype(x, xp.float32)
 
 
 def expand(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:

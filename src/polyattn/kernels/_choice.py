@@ -47,4 +47,7 @@ def choose(kernels: Sequence[Kernel], problem: Problem, name: str | None = None)
         if reason is not None:
             raise KernelUnsupportedError(f"kernel: {name!r} does not compute this problem: {reason}")
         return kernel
-    return next(kernel for kernel in candidates(kernels) if kernel.supports(problem) is None)
+    for kernel in kernels:
+        if kernel.supports(problem) is None:
+            return kernel
+    return GENERIC

@@ -140,14 +140,12 @@ class FeedForward(Layer):
         self, backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True
     ) -> tuple[FeedForwardInputs, dict[str, Array]]:
         """Reverse each line; without ``inputs`` the gradient of x is None."""
-        operation, grads = ACTIVATIONS[self.activation].operation, {}
-        (dinner,), grads["down_proj"] = self.down_proj.native_backward(backend, dy, saved.down_proj)
+        operation = ACTIVATIONS[self.activation].operation
+        (dinner,), ddown_proj = self.down_proj.native_backward(backend, dy, saved.down_proj)
         *dgates, dup = operation.backward(backend, dinner, saved.activation)  # a gate has a gradient of its own
-        (dx,), grads["up_proj"] = self.up_proj.native_backward(backend, dup, saved.up_proj, inputs=inputs)
-        if self.gate_proj is not None and saved.gate_proj is not None:
-            (dgate,) = dgates
-            (dx_of_gate,), grads["gate_proj"] = self.gate_proj.native_backward(
-                backend, dgate, saved.gate_proj, inputs=inputs
-            )
-            dx = dx + dx_of_gate if inputs else None
-        return FeedForwardInputs(dx), named(**grads)
+        (dx,), dup_proj = self.up_proj.native_backward(backend, dup, saved.up_proj, inputs=inputs)
+        if self.gate_proj is None or saved.gate_proj is None:
+            return FeedForwardInputs(dx), named(up_proj=dup_proj, down_proj=ddown_proj)
+        (dx_of_gate,), dgate_proj = self.gate_proj.native_backward(backend, dgates[0], saved.gate_proj, inputs=inputs)
+        dx = dx + dx_of_gate if inputs else None
+        return FeedForwardInputs(dx), named(gate_proj=dgate_proj, up_proj=dup_proj, down_proj=ddown_proj)

@@ -88,15 +88,19 @@ class Layer:
         raise NotImplementedError
 
     def native_backward(self, backend: Backend, dy: Array, saved: Any) -> tuple[Any, dict[str, Array]]:
-        """Return the gradients of the inputs, as a named tuple, and those of the parameters by name."""
+        """Return the gradients of the inputs, as a named tuple, and those of the parameters in their order."""
         raise NotImplementedError
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Array]:
         """Return the parameters by dotted name, in a dict of its own; the arrays are the layer's."""
-        of_children = {name: child.parameters() for name, child in self._children().items()}
-        return {**named(**of_children), **self._parameters}
+        found = {}
+        for name, child in vars(self).items():
+            if isinstance(child, Layer):
+                for key, x in child.parameters().items():
+                    found[f"{name}.{key}"] = x
+        return {**found, **self._parameters}
 
     def with_parameters(self, parameters: Mapping[str, Array]) -> Self:
         """Return a layer that uses these very arrays: the training step, and what ``jax.jit`` traces.
@@ -259,7 +263,7 @@ class Layer:
         with native.scope():
             dinputs, grads = self.native_backward(native, dy, cache.saved, **options)
         wait(grads, cache.place, cache.home)
-        return type(dinputs)(**to_home(dinputs._asdict(), cache)), {name: grads[name] for name in self.parameters()}
+        return type(dinputs)(**to_home(dinputs._asdict(), cache)), grads
 
     def _placed(self, inputs: Mapping[str, Array | None]) -> Placed:
         remedy = "bind it to a backend with layer.to({!r}, device=None)"

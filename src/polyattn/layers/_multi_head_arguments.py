@@ -94,8 +94,8 @@ def checked_arguments(
     inputs = checked_inputs(layer, query, key, value)
     of_key, of_value = inputs.sources
     rotated = {} if positions is None else checked_positions(positions, query, inputs.key, layer.rotation)
-    lead = (x.shape[:-2] for x in (query, of_key, of_value))
-    batch = broadcast_lead({"query": query, "key": of_key, "value": of_value}, *lead)
+    named = {"query": query, "key": of_key, "value": of_value}
+    batch = broadcast_lead(named, query.shape[:-2], of_key.shape[:-2], of_value.shape[:-2])
     sizes = Sizes(
         batch, layer.num_heads, layer.num_kv_heads, query.shape[-2], of_key.shape[-2], layer.head_dim, layer.value_dim
     )
