@@ -184,8 +184,8 @@ def test_the_operators_are_as_torch_wants_them() -> None:
     given = (bias, None, sinks, MASK, *(None,) * 5, *settings, "tiled")
     assert arguments(problem_of(q, k, v, *given[:-1])) == given[:-1]
     torch.library.opcheck(torch.ops.polyattn.attention, (q, k, v, *given))
-    out, lse = torch.ops.polyattn.attention(q, k, v, *given)
-    saved = [x.detach() if isinstance(x, torch.Tensor) else x for x in (out, None, out, lse, q, k, v, *given)]
+    out, *statistics = torch.ops.polyattn.attention(q, k, v, *given)
+    saved = [x.detach() if isinstance(x, torch.Tensor) else x for x in (out, None, out, *statistics, q, k, v, *given)]
     torch.library.opcheck(torch.ops.polyattn.attention_backward, tuple(saved))
     want = pa.attention(
         q, k, v, bias=bias, sinks=sinks, mask=MASK, q_offset=0, seed=5, causal=True, scale=0.5, dropout=0.25
