@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Structure, flatten
 
 __all__ = ["DirectKernel", "JitKernel", "ScanKernel"]
 
@@ -32,8 +32,8 @@ class JitKernel:
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the compiled forward."""
         kernel = self._for(q=q, k=k, v=v)
-        arrays, static = _split(problem, kernel.traced)
-        out, statistics = _compiled(kernel.name, "forward", static)(arrays, q, k, v)
+        arrays, structure = _flat(problem, kernel.traced)
+        out, statistics = _compiled(kernel.name, "forward", structure)(arrays, q, k, v)
         return out, statistics
 
     def backward(
@@ -42,9 +42,9 @@ class JitKernel:
     ) -> AttentionGrads:  # fmt: skip
         """Run the compiled backward."""
         kernel = self._for(q=q, k=k, v=v)
-        arrays, static = _split(problem, kernel.traced)
+        arrays, structure = _flat(problem, kernel.traced)
         operands = (dout, dlse, q, k, v, out, statistics)
-        return AttentionGrads(*_compiled(kernel.name, "backward", static)(arrays, *operands))
+        return AttentionGrads(*_compiled(kernel.name, "backward", structure)(arrays, *operands))
 
     def _for(self, **arrays: Array) -> JitKernel:
         """Return the kernel for where the arrays lie: over several devices the generic one.
@@ -87,26 +87,28 @@ class DirectKernel(ScanKernel):
         return super().supports(problem)
 
 
-def _split(problem: Problem, traced: tuple[str, ...]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-    """Return a problem's operands by name, and everything else as something that can be looked up."""
-    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
+def _flat(problem: Problem, traced: tuple[str, ...]) -> tuple[tuple[Array, ...], Structure]:
+    """Return a problem's operands, and the structure, which a compiled function is looked up by."""
+    values: dict[str, Any] = {name: getattr(problem, name) for name in traced}
     if problem.reach == (None, None) and not problem.structured:
         values["q_offset"] = 0  # nothing looks at it
     if isinstance(problem.seed, int) and -(2**31) <= problem.seed < 2**31:  # a new one at each step compiles nothing
         values["seed"] = np.asarray(problem.seed, dtype=np.int32)
     for name in traced:
-        if isinstance(values[name], int) and abs(values[name]) <= LIMIT:
-            values[name] = np.asarray(values[name], dtype=np.int32)
-    arrays = {name: x for name, x in values.items() if hasattr(x, "shape") or (name in traced and isinstance(x, float))}
-    return arrays, tuple((name, x) for name, x in values.items() if name not in arrays)
+        x = values[name]
+        if isinstance(x, float):
+            values[name] = np.asarray(x, dtype="float64" if problem.dtype == "float64" else "float32")
+        elif isinstance(x, int) and abs(x) <= LIMIT:
+            values[name] = np.asarray(x, dtype=np.int32)
+    return flatten(replace(problem, **values))
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(kernel: str, direction: str, static: tuple[tuple[str, Any], ...]) -> Any:
+def _compiled(kernel: str, direction: str, structure: Structure) -> Any:
     import jax
 
     from . import _direct, _scan
     from ._passes import GENERIC, Passes
 
     own = {DirectKernel.name: _direct, ScanKernel.name: _scan}
-    return jax.jit(getattr(Passes(own.get(kernel, GENERIC), static), direction))
+    return jax.jit(getattr(Passes(own.get(kernel, GENERIC), structure), direction))
