@@ -1,4 +1,4 @@
-"""The embedding layer: a table of rows, taken by index."""
+"""The embedding layer: a table whose rows are looked up by index."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class EmbeddingInputs(NamedTuple):
 
 
 class Embedding(Layer):
-    """A table of rows, taken by index: :func:`polyattn.functional.embedding`.
+    """A table whose rows are looked up by index: :func:`polyattn.functional.embedding`.
 
     Parameters
     ----------
     count, features : int
-        ``weight`` is (count, features). It starts normal, with deviation 1/√features: rows of length one, about.
+        ``weight`` is (count, features), initially drawn from a normal distribution with standard deviation
+        1/√features, so that rows have norm about 1.
     seed : int
         The same seed gives the same table on every backend.
     dtype : str
@@ -60,20 +61,20 @@ class Embedding(Layer):
         return {"count": self.count, "features": self.features}
 
     def __call__(self, indices: Array) -> Array:
-        """Return the rows (…, features) of indices (…), and keep nothing."""
-        return self._call({"indices": indices}, seen=checked_indices(indices, self.count))
+        """Return the rows (…, features) of indices (…), without a cache."""
+        return self._call({"indices": indices}, in_range=checked_indices(indices, self.count))
 
     def forward(self, indices: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._call_with_cache({"indices": indices}, seen=checked_indices(indices, self.count))
+        return self._call_with_cache({"indices": indices}, in_range=checked_indices(indices, self.count))
 
     def backward(self, dy: Array, cache: Cache) -> tuple[EmbeddingInputs, dict[str, Array]]:
-        """Return None for the indices, and {weight}: for each row the sum of dy over where it was taken."""
+        """Return None for the indices, and {weight}: for each row the sum of dy over the indices that selected it."""
         return self._call_backward(dy, cache)
 
-    def native_forward(self, backend: Backend, indices: Array, *, seen: bool) -> tuple[Array, _embedding.Saved]:
+    def native_forward(self, backend: Backend, indices: Array, *, in_range: bool) -> tuple[Array, _embedding.Saved]:
         """Return the rows of the indices."""
-        return _embedding.forward(backend, indices, self._parameters["weight"], count=self.count, seen=seen)
+        return _embedding.forward(backend, indices, self._parameters["weight"], count=self.count, in_range=in_range)
 
     def native_backward(
         self, backend: Backend, dy: Array, saved: _embedding.Saved
