@@ -45,7 +45,7 @@ class Placed(NamedTuple):
             return y
         native = self.place.backend
         device = self.place.device if native is self.home.backend else native.device_of(y)
-        return move(y, self.home, name=name, home=Place(native, device))
+        return move(y, self.home, name=name, source=Place(native, device))
 
 
 def run(
@@ -139,7 +139,7 @@ def moved(arrays: Arrays, home: Place, place: Place) -> Placed:
         return Placed(dict(arrays), home, home)
     native = home.backend
     there = {
-        name: None if x is None else move_argument(x, place, name=name, home=Place(native, native.device_of(x)))
+        name: None if x is None else move_argument(x, place, name=name, source=Place(native, native.device_of(x)))
         for name, x in arrays.items()
     }
     return Placed(there, place, home)
@@ -170,7 +170,7 @@ def upstream(dy: Array, shape: tuple[int, ...], dtype: str, cache: Cache, name: 
     expect_shape(name, dy, shape)
     if dtype_name(dy.dtype) != dtype:
         raise DTypeError(f"{name}: expected {dtype}, the result's dtype, got {dtype_name(dy.dtype)}")
-    return move(dy, cache.place, name=name, home=here)
+    return move(dy, cache.place, name=name, source=here)
 
 
 def to_home(grads: dict[str, Array | None], cache: Cache) -> dict[str, Array | None]:

@@ -119,7 +119,7 @@ def checked_norm(
     expect_one_dtype(x=x, **parameters)
     expect_rank("x", x, 1)
     if isinstance(axes, bool) or not isinstance(axes, numbers.Integral) or not 1 <= axes <= x.ndim:
-        raise ShapeError(f"axes: expected a number of trailing axes of x from 1 to {x.ndim}, got {shown(axes)}")
+        raise ShapeError(f"axes: expected a number of last axes of x, from 1 to {x.ndim}, got {shown(axes)}")
     for name, parameter in parameters.items():
         if parameter is not None:
             expect_shape(name, parameter, tuple(x.shape[x.ndim - axes :]))
