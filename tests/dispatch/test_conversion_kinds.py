@@ -223,7 +223,7 @@ REFUSED = {
         "bfloat16": (lambda: Exported(brain_tensor()), "cannot be imported through DLPack"),
         "requires gradients": (lambda: Exported(tensor().requires_grad_()), "cannot be imported through DLPack"),
         "conjugate": (lambda: Exported(complex_tensor().conj()), "cannot be imported through DLPack"),
-        "old protocol, read-only": (lambda: Old(read_only(BASE.copy())), "cannot be taken over .* read-?only"),
+        "old protocol, read-only": (lambda: Old(read_only(BASE.copy())), "cannot be imported .* read-?only"),
         "stuck": (lambda: Stuck(BASE), "it stays where it is|copy=None"),
         "old protocol, stuck": (lambda: OldAndElsewhere(BASE), "cannot be imported through DLPack|copy=None"),
         "without a device": (lambda: Deviceless(), "no attribute '__dlpack_device__'"),

@@ -285,7 +285,7 @@ def _checked_dim(dim: Any, x: Array) -> int:
     d = x.shape[-1]
     if dim is None:
         if d < 2 or d % 2:
-            raise ShapeError(f"x: expected an even number of features, got shape {tuple(x.shape)}; dim= rotates fewer")
+            raise ShapeError(f"x: expected an even number of features, got shape {tuple(x.shape)}; or give dim")
         return int(d)
     dim = static_integer("dim", dim, ())
     if dim is None or not 2 <= dim <= d or dim % 2:

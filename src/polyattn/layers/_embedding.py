@@ -32,7 +32,7 @@ class Embedding(Layer):
         The same seed gives the same table on every backend.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class Embedding(Layer):
         super().__init__({"weight": weight}, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         return {"count": self.count, "features": self.features}
 
     def __call__(self, indices: Array) -> Array:
@@ -79,6 +79,6 @@ class Embedding(Layer):
     def native_backward(
         self, backend: Backend, dy: Array, saved: _embedding.Saved
     ) -> tuple[EmbeddingInputs, dict[str, Array]]:
-        """Reverse the forward."""
+        """Return the gradients of the input and the parameters."""
         _, dweight = _embedding.backward(backend, dy, saved)
         return EmbeddingInputs(None), {"weight": dweight}
