@@ -26,11 +26,11 @@ logger = logging.getLogger("polyattn")
 class Plugin:
     """One entry point, loaded at most once, by the first thread that needs it."""
 
-    def __init__(self, entry: metadata.EntryPoint, rivals: tuple[str, ...] = ()) -> None:
+    def __init__(self, entry: metadata.EntryPoint, duplicates: tuple[str, ...] = ()) -> None:
         self.name = entry.name
         self.distribution = _distribution(entry)
         self._entry = entry
-        self._rivals = rivals
+        self._duplicates = duplicates
         self._lock = threading.RLock()
         self._backend: Backend | None = None
         self._cause: BaseException | None = None
@@ -52,9 +52,10 @@ class Plugin:
             return self._backend
 
     def _resolve(self) -> Backend:
-        if self._rivals:
+        if self._duplicates:
             raise RuntimeError(
-                f"more than one distribution provides a backend of this name: {', '.join(self._rivals)}; uninstall one"
+                f"more than one distribution provides a backend of this name: {', '.join(self._duplicates)}; "
+                "uninstall one"
             )
         backend = self._entry.load()
         if not isinstance(backend, Backend):
@@ -83,8 +84,8 @@ def discover() -> dict[str, Plugin]:
         # An editable install can list the same distribution twice: equal entry points count once.
         found.setdefault(canonical(entry.name), {})[_distribution(entry), entry.value] = entry
     return {
-        name: Plugin(next(iter(rivals.values())), _labels(rivals) if len(rivals) > 1 else ())
-        for name, rivals in found.items()
+        name: Plugin(next(iter(entries.values())), _labels(entries) if len(entries) > 1 else ())
+        for name, entries in found.items()
     }
 
 
@@ -114,5 +115,5 @@ def _distribution(entry: metadata.EntryPoint) -> str:
         return "unknown"
 
 
-def _labels(rivals: dict[tuple[str, str], metadata.EntryPoint]) -> tuple[str, ...]:
-    return tuple(f"{distribution} ({value})" for distribution, value in rivals)
+def _labels(entries: dict[tuple[str, str], metadata.EntryPoint]) -> tuple[str, ...]:
+    return tuple(f"{distribution} ({value})" for distribution, value in entries)

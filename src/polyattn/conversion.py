@@ -149,10 +149,10 @@ def move(x: Array, place: Place, *, name: str = "x", source: Place | None = None
     if source.backend is place.backend and (source.device == place.device or None in (source.device, place.device)):
         # A 0-d array may still be a NumPy scalar, which NumPy's functions return.
         kept = not copy and x.ndim > 0
-        return x if kept else _required(copy, lambda: source.backend.asarray(x, source.device, copy), source, place)
+        return x if kept else _attempt(copy, lambda: source.backend.asarray(x, source.device, copy), source, place)
     permit(x, name, source, place)
     try:
-        result, copied = _carry(x, source, place, copy)
+        result, copied = _transfer(x, source, place, copy)
     except (BackendMismatchError, DTypeError) as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
     record(Crossing(name, str(source), str(place), copied))
@@ -176,17 +176,17 @@ def move_argument(x: Array, place: Place, *, name: str, source: Place) -> Array:
     return move(x, place, name=name, source=source)
 
 
-def _carry(x: Array, source: Place, place: Place, copy: bool | None) -> tuple[Array, bool]:
+def _transfer(x: Array, source: Place, place: Place, copy: bool | None) -> tuple[Array, bool]:
     """Return the array moved to ``place``, and whether its elements were copied."""
     library, device = source.backend, place.device
     exporter = library if isinstance(library, Exporter) else None  # its dtypes may have any name
     if exporter is None:
         place.backend.dtype(dtype_name(x.dtype))  # raises if the target lacks the dtype
     if library is place.backend:  # between devices of one library
-        return _required(copy, lambda: library.asarray(x, device, copy), source, place), True
+        return _attempt(copy, lambda: library.asarray(x, device, copy), source, place), True
     if device is not None and device != "cpu" and source.device == device:  # two libraries on the same accelerator
         with exporter.exchange() if exporter else nullcontext():
-            return _required(copy, lambda: place.backend.asarray(x, device, copy), source, place), bool(copy)
+            return _attempt(copy, lambda: place.backend.asarray(x, device, copy), source, place), bool(copy)
     fetched = not library.shares(x)  # to_numpy copies
     if copy is False and fetched:
         raise BackendMismatchError(f"the memory of this array on {source} cannot be shared; pass copy=None")
@@ -194,7 +194,7 @@ def _carry(x: Array, source: Place, place: Place, copy: bool | None) -> tuple[Ar
     if exporter is not None:
         place.backend.dtype(dtype_name(view.dtype))
     if place.backend.shares(view) and (fetched or not copy):
-        result = _required(copy, lambda: place.backend.asarray(view, device, None if fetched else copy), source, place)
+        result = _attempt(copy, lambda: place.backend.asarray(view, device, None if fetched else copy), source, place)
         copied = fetched or not _shared(view, result, place.backend)
         if not copied or copy is not False:
             return result, copied
@@ -204,10 +204,10 @@ def _carry(x: Array, source: Place, place: Place, copy: bool | None) -> tuple[Ar
             f"writable {view.flags.writeable}); pass copy=None"
         )
     packed = np.array(view, dtype=view.dtype.newbyteorder("="), order="C", copy=True)
-    return _required(None, lambda: place.backend.asarray(packed, device, None), source, place), True
+    return _attempt(None, lambda: place.backend.asarray(packed, device, None), source, place), True
 
 
-def _required(copy: bool | None, convert: Callable[[], Array], source: Place, place: Place) -> Array:
+def _attempt(copy: bool | None, convert: Callable[[], Array], source: Place, place: Place) -> Array:
     """Convert, with BackendMismatchError if the library does not support the array (a float8 dtype, for instance)."""
     try:
         return convert()

@@ -19,7 +19,7 @@ from ._contract import Backend
 
 __all__ = ["FEATURES", "Feature", "Finding", "feature_of", "features_of"]
 
-Question = Callable[[Backend], str | None]
+Probe = Callable[[Backend], str | None]
 """Tests a backend for a feature, and returns None if it has it, else the reason."""
 
 
@@ -34,7 +34,7 @@ class Feature:
     name: str
     meaning: str
     hook: str | None = None
-    ask: Question | None = None
+    ask: Probe | None = None
 
 
 class Finding(NamedTuple):
@@ -79,7 +79,7 @@ def overrides(backend: Backend, hook: str) -> bool:
 # ---- tests of a library --------------------------------------------------------------------------------------------
 
 
-def has_dtype(name: str) -> Question:
+def has_dtype(name: str) -> Probe:
     """Return a test for a dtype."""
 
     def ask(backend: Backend) -> str | None:
@@ -146,7 +146,7 @@ def loops(backend: Backend) -> str | None:
     return "the body of a loop is called for each step" if len(calls) >= 8 else None
 
 
-def hooked(hook: str) -> Question:
+def hooked(hook: str) -> Probe:
     """Return a test for a hook, which finds a plugin that overrides it and declares the feature lacking."""
     return lambda backend: None if overrides(backend, hook) else f"Backend.{hook} is not overridden"
 

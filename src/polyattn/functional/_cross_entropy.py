@@ -42,10 +42,11 @@ def forward(
 ) -> tuple[Array, Saved]:
     """Return Σ hot · (log Σ exp(logits) − logits), reduced; hot is label probability · weight for each class."""
     xp = backend.namespace()
-    share = widen(xp, labels) if is_floating(labels) else _chosen(backend, logits, labels, ignore_index)  # (…, classes)
+    soft = is_floating(labels)
+    share = widen(xp, labels) if soft else _one_hot(backend, logits, labels, ignore_index)  # (…, classes)
     x = widen(xp, logits)
-    if not is_floating(labels):  # the logits of ignored rows must not reach any derivative
-        x = xp.where(_counted(xp, share), x, xp.zeros_like(x))
+    if not soft:  # the logits of ignored rows must not reach any derivative
+        x = xp.where(_has_label(xp, share), x, xp.zeros_like(x))
     peak = xp.max(x, axis=-1, keepdims=True)  # (…, 1)
     log_total = xp.log(xp.sum(xp.exp(x - peak), axis=-1, keepdims=True))  # (…, 1)
     hot, _, total = _hot(xp, share, weight, x, reduction)
@@ -71,7 +72,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> CrossEntropyGrads:
     dlogits = xp.multiply(p * xp.sum(hot, axis=-1, keepdims=True) - hot, dloss)  # (…, classes)
     zero, soft = xp.zeros_like(x), is_floating(share)
     if not soft:
-        dlogits = xp.where(_counted(xp, share), dlogits, zero)
+        dlogits = xp.where(_has_label(xp, share), dlogits, zero)
     dlogits = cast(xp, dlogits, dy.dtype)
     if weight is None and not soft:
         return CrossEntropyGrads(dlogits, None, None)
@@ -80,13 +81,13 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> CrossEntropyGrads:
         # The denominator of the mean, unit · total, also depends on the weights.
         slope = (cost - loss) / total if reduction == "mean" else cost
         slope = xp.where(xp.logical_and(share, xp.logical_not(absent)), slope, zero)
-        dweight = _summed(xp, product(xp, slope, xp.ones_like(unit) / unit, dloss), weight)
+        dweight = _weight_gradient(xp, product(xp, slope, xp.ones_like(unit) / unit, dloss), weight)
         return CrossEntropyGrads(dlogits, None, dweight)
     slope = xp.where(absent, zero, cost / total if reduction == "mean" else cost)
     if weight is None:
         return CrossEntropyGrads(dlogits, cast(xp, xp.multiply(slope, dloss) * 4.0, dy.dtype), None)
     dlabels = product(xp, slope, xp.broadcast_to(cast(xp, weight, x.dtype), x.shape), dloss) * 4.0
-    dweight = _summed(xp, product(xp, slope, share, dloss), weight)
+    dweight = _weight_gradient(xp, product(xp, slope, share, dloss), weight)
     return CrossEntropyGrads(dlogits, cast(xp, dlabels, dy.dtype), dweight)
 
 
@@ -119,12 +120,12 @@ def _cost(xp: Any, x: Array, peak: Array, log_total: Array, hot: Array) -> tuple
     return (peak * 0.25 - xp.where(absent, peak, x) * 0.25) + log_total * 0.25, absent
 
 
-def _counted(xp: Any, share: Array) -> Array:
+def _has_label(xp: Any, share: Array) -> Array:
     """Return which rows have a valid label, (…, 1)."""
     return xp.any(share, axis=-1, keepdims=True)
 
 
-def _summed(xp: Any, quarter: Array, weight: Array) -> Array:
+def _weight_gradient(xp: Any, quarter: Array, weight: Array) -> Array:
     """Return the gradient of the weight, (classes,), from a quarter of each row's term."""
     return cast(xp, xp.sum(quarter, axis=tuple(range(quarter.ndim - 1))) * 4.0, weight.dtype)
 
@@ -201,7 +202,7 @@ def cross_entropy_backward(dy: Array, cache: Cache) -> CrossEntropyGrads:
     return run_backward(OPERATION, dy, cache, CrossEntropyGrads)
 
 
-def _chosen(backend: Backend, logits: Array, labels: Array, ignore_index: int | None) -> Array:
+def _one_hot(backend: Backend, logits: Array, labels: Array, ignore_index: int | None) -> Array:
     """Return the one-hot labels as booleans, (…, classes); all False where a label is out of range or ignored."""
     xp, classes = backend.namespace(), logits.shape[-1]
     # A narrow dtype may not hold the number of classes, and not every library compares unsigned integers.
@@ -262,8 +263,8 @@ def _check_range(labels: Array, classes: int, ignore_index: int | None) -> None:
     if not backend.state(labels).readable:
         return
     values = backend.to_numpy(labels)
-    counted = values if ignore_index is None else values[values != ignore_index]
-    wrong = counted[(counted < 0) | (counted >= classes)]
+    kept = values if ignore_index is None else values[values != ignore_index]
+    wrong = kept[(kept < 0) | (kept >= classes)]
     if wrong.size:
         ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
         raise ArgumentError(f"labels: expected integers in [0, {classes}){ignored}, got {int(wrong[0])}")

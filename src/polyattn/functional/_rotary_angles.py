@@ -13,7 +13,7 @@ from ..backend import Array, dtype_name
 from ..kernels import cast
 from ..kernels._static import constant, constant_result
 
-__all__ = ["counted", "rotary_angles", "signed"]
+__all__ = ["consecutive", "rotary_angles", "signed"]
 
 TAU = constant(math.tau)
 DIGIT = 2**12
@@ -57,7 +57,7 @@ def _digits(frequencies: bytes) -> tuple[list[list[float]], list[list[float]]]:
     return split(revolutions % 1), split(revolutions * DIGIT % 1)
 
 
-def counted(xp: Any, n: int, start: int | Array, device: Any) -> Array:
+def consecutive(xp: Any, n: int, start: int | Array, device: Any) -> Array:
     """Return start, start + 1, …: ``(n,)``, or ``(…, n)`` for starts ``(…)``."""
     if isinstance(start, int):
         return xp.arange(start, start + n, dtype=xp.int32, device=device)

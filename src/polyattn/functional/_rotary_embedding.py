@@ -18,7 +18,7 @@ from ._checks import expect_floating, expect_one_dtype, expect_rank, expect_shap
 from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._embedding import checked_indices
 from ._range import apply_linear
-from ._rotary_angles import counted, rotary_angles, signed
+from ._rotary_angles import consecutive, rotary_angles, signed
 from ._rotary_scaling import RotaryScaling
 
 __all__ = [
@@ -67,7 +67,7 @@ def forward(
     bounded = cos is None and magnitude <= 1
     if cos is None or sin is None:
         if positions is None:
-            positions = counted(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
+            positions = consecutive(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
         angles = rotary_angles(xp, signed(xp, positions), rotation.frequencies, wide(xp, x.dtype), device)
         cos, sin = xp.cos(angles), xp.sin(angles)  # (…, n, dim / 2)
     else:

@@ -39,7 +39,7 @@ class BaseCache(Record):
     """The arguments of attention that the cache sets."""
 
     @classmethod
-    def _made(
+    def _empty(
         cls, batch: int, shape: tuple[int, ...], features: tuple[int, int], dtype: str, backend: str | None,
         device: str | None, **more: Any,
     ) -> Self:  # fmt: skip
@@ -74,7 +74,7 @@ class BaseCache(Record):
     @property
     def capacity(self) -> int:
         """The largest number of positions of an entry."""
-        return int(self._fresh().keys.shape[2])
+        return int(self._unconsumed().keys.shape[2])
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -128,12 +128,12 @@ class BaseCache(Record):
         if (n is None) == (lengths is None):
             raise ArgumentError("n: expected either n or lengths")
         name, given = ("lengths", lengths) if n is None else ("n", n)
-        self._fresh()
-        return self._next(self.keys, self.values, self._cut_back(name, given))
+        self._unconsumed()
+        return self._next(self.keys, self.values, self._shortened(name, given))
 
     def copy(self) -> Self:
         """Return a copy of the cache, with its own memory."""
-        self._fresh()
+        self._unconsumed()
         xp = self.place.backend.namespace()
         return replace(self, keys=xp.asarray(self.keys, copy=True), values=xp.asarray(self.values, copy=True))
 
@@ -155,7 +155,7 @@ class BaseCache(Record):
             In the library and on the device of ``q``.
         """
         expect_keywords(f"{type(self).__name__}.attention", arguments, *self.OWN)
-        self._fresh()._expect_dtype(q=q)
+        self._unconsumed()._expect_dtype(q=q)
         expect_rank("q", q, 2)
         return self._attended(q, {"causal": True, **arguments})
 
@@ -169,7 +169,7 @@ class BaseCache(Record):
         """Return the memory with the native keys and values written to it."""
         raise NotImplementedError
 
-    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
+    def _shortened(self, name: str, given: Any) -> dict[str, Any]:
         """Check a rewind, and return the changed fields."""
         return {"counts": rewound(self.counts, name, given, self.place)}
 
@@ -179,7 +179,7 @@ class BaseCache(Record):
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
-    def _fresh(self) -> Self:
+    def _unconsumed(self) -> Self:
         """Return the cache, or raise if it was consumed."""
         if self.keys is None:
             raise ArgumentError(
@@ -201,7 +201,7 @@ class BaseCache(Record):
 
     def _fitting(self, k: Array, v: Array) -> int:
         """Check new keys and values, and return their number of positions."""
-        self._fresh()._expect_dtype(k=k, v=v)
+        self._unconsumed()._expect_dtype(k=k, v=v)
         expect_rank("k", k, 3)
         n, batch, (_, heads, _, d_k) = int(k.shape[-2]), self.counts.shape[0], self.keys.shape
         expect_shape("k", k, (batch, heads, n, d_k))
@@ -249,12 +249,12 @@ class InOrderCache(BaseCache):
 
         If the lengths are traced, n is the capacity.
         """
-        return self._fresh().keys[:, :, : self._end(), :]
+        return self._unconsumed().keys[:, :, : self._end(), :]
 
     @property
     def v(self) -> Array:
         """The values, (B, H_kv, n, d_v), as :attr:`k`."""
-        return self._fresh().values[:, :, : self._end(), :]
+        return self._unconsumed().values[:, :, : self._end(), :]
 
     def _end(self) -> int | None:
         """Return the number of positions of the memory that are written, None if that is not known."""

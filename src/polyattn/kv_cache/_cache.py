@@ -67,7 +67,7 @@ class KVCache(InOrderCache):
         ArgumentError, DTypeError, UnknownBackendError, BackendUnavailableError
         """
         shape, features = sizes_of(head_dim, value_dim, batch=batch, kv_heads=kv_heads, capacity=capacity)
-        return cls._made(shape[0], shape, features, dtype, backend, device)
+        return cls._empty(shape[0], shape, features, dtype, backend, device)
 
     def _grown(self, n: int) -> dict[str, Any]:
         return {"counts": grown(self.counts, n, self.capacity, self.place)}

@@ -85,19 +85,19 @@ class PagedKVCache(BaseCache):
         (batch, kv_heads, pages, page_size), features = sizes_of(head_dim, value_dim, **sizes)
         free, zero = np.full(pages, -1, np.int32), np.zeros(pages, np.int32)
         shape = (pages, kv_heads, page_size)
-        return cls._made(batch, shape, features, dtype, backend, device, owners=free, numbers=zero)
+        return cls._empty(batch, shape, features, dtype, backend, device, owners=free, numbers=zero)
 
     # ---- properties -------------------------------------------------------------------------------------------
 
     @property
     def page_size(self) -> int:
         """The number of positions in a page."""
-        return int(self._fresh().keys.shape[2])
+        return int(self._unconsumed().keys.shape[2])
 
     @property
     def capacity(self) -> int:
         """The number of positions in the pool, for all entries together."""
-        return int(self._fresh().keys.shape[0]) * self.page_size
+        return int(self._unconsumed().keys.shape[0]) * self.page_size
 
     @property
     def free_pages(self) -> int:
@@ -118,12 +118,12 @@ class PagedKVCache(BaseCache):
     @property
     def k(self) -> Array:
         """The keys, (B, H_kv, n, d_k), up to the longest entry: a copy, for inspection."""
-        return self._dense(self._fresh().keys)
+        return self._dense(self._unconsumed().keys)
 
     @property
     def v(self) -> Array:
         """The values, (B, H_kv, n, d_v), as :attr:`k`."""
-        return self._dense(self._fresh().values)
+        return self._dense(self._unconsumed().values)
 
     def _dense(self, x: Array) -> Array:
         xp, table = self.place.backend.namespace(), np.clip(self.table, 0, None)
@@ -141,7 +141,7 @@ class PagedKVCache(BaseCache):
 
     def _if_known(self) -> _HostPages | None:
         """Return lengths and pages on the host, None if they are traced or on a device."""
-        self._fresh()
+        self._unconsumed()
         counts, owners, numbers = (known(x, self.place) for x in (self.counts, self.owners, self.numbers))
         if counts is None or owners is None or numbers is None:
             return None
@@ -165,7 +165,7 @@ class PagedKVCache(BaseCache):
         allotted = on_host.pages.allotted(host, on_host.counts, n, size)
         return {"counts": np.asarray(on_host.counts + n, dtype=np.int32), **allotted._asdict()}
 
-    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
+    def _shortened(self, name: str, given: Any) -> dict[str, Any]:
         counts = rewound(self.counts, name, given, self.place)
         kept, on_host = known(counts, self.place), self._if_known()
         if kept is not None and on_host is not None:

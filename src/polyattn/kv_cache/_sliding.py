@@ -95,7 +95,7 @@ class SlidingKVCache(InOrderCache):
         (batch, kv_heads, window, chunk), features = sizes_of(head_dim, value_dim, **sizes)
         sink_tokens = size_of("sink_tokens", sink_tokens, least=0)
         shape = (batch, kv_heads, Ring(sink_tokens, window + chunk - 1).slots)
-        return cls._made(
+        return cls._empty(
             batch, shape, features, dtype, backend, device, lows=np.zeros(batch, np.int32),
             window=window, sink_tokens=sink_tokens, chunk=chunk,
         )  # fmt: skip
@@ -103,7 +103,7 @@ class SlidingKVCache(InOrderCache):
     @property
     def key_positions(self) -> Array:
         """The position in each slot of the memory: int32 (B, capacity), −1 for an empty slot."""
-        self._fresh()
+        self._unconsumed()
         xp = self.place.backend.namespace()
         return self._positions(xp, native(self.counts, self.place), native(self.lows, self.place), self.capacity)
 
@@ -155,7 +155,7 @@ class SlidingKVCache(InOrderCache):
         taken = xp.reshape(xp.take(flat, xp.reshape(rows, (-1,)), axis=0), (batch, self.capacity, heads, d))
         return xp.where((number >= 0)[:, None, :, None], xp.permute_dims(taken, (0, 2, 1, 3)), x)
 
-    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
+    def _shortened(self, name: str, given: Any) -> dict[str, Any]:
         counts = rewound(self.counts, name, given, self.place)
         kept, lows = known(counts, self.place), known(self.lows, self.place)
         if kept is None or lows is None:

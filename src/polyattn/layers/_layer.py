@@ -109,7 +109,7 @@ class Layer:
             If the arrays are not of the library and device to which the layer is bound.
         """
         self.expect_parameters(parameters)
-        self._expect_here(parameters)
+        self._expect_at_place(parameters)
         return self.with_arrays(parameters)
 
     def with_arrays(
@@ -218,7 +218,7 @@ class Layer:
     def _children(self) -> dict[str, Layer]:
         return {name: x for name, x in vars(self).items() if isinstance(x, Layer)}
 
-    def _expect_here(self, parameters: Mapping[str, Array]) -> None:
+    def _expect_at_place(self, parameters: Mapping[str, Array]) -> None:
         for name, x in parameters.items():
             place = place_of({name: x})
             if place.backend is not self._place.backend or place.device not in (None, self._place.device):

@@ -83,9 +83,9 @@ class Optimizer:
             for name, param in params.items():
                 dtype = wide(xp, param.dtype)
                 slots = [state[f"{slot}.{name}"] for slot in self._slots()]
-                arrays = [_in(dtype, x, xp) for x in (param, grads[name], *slots, *scalars)]
+                arrays = [_as_dtype(dtype, x, xp) for x in (param, grads[name], *slots, *scalars)]
                 theta, *slots = self._rule(*arrays, xp=xp)
-                new_params[name] = as_array(_in(param.dtype, theta, xp), xp)
+                new_params[name] = as_array(_as_dtype(param.dtype, theta, xp), xp)
                 for slot, value in zip(self._slots(), slots, strict=True):
                     new_state[f"{slot}.{name}"] = as_array(value, xp)
         return new_params, new_state
@@ -150,7 +150,7 @@ def widest_dtype(xp: Any, arrays: Arrays) -> Any:
     return xp.float64 if any(dtype_name(x.dtype) == "float64" for x in arrays.values()) else xp.float32
 
 
-def _in(dtype: Any, x: Array, xp: Any) -> Array:
+def _as_dtype(dtype: Any, x: Array, xp: Any) -> Array:
     """Return ``x`` in a dtype; the comparison is cheaper than a cast to the same dtype."""
     return x if x.dtype == dtype else xp.astype(x, dtype)
 
