@@ -1,4 +1,4 @@
-"""Libraries without a plugin: known by the namespace that their arrays give, or only by what they export."""
+"""Backends for libraries without a plugin, through ``__array_namespace__`` or DLPack alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .backend import Array, Backend, BackendMismatchError, Status
 
 __all__ = ["Exporter", "GenericBackend", "namespace_of"]
 
-# What an array API namespace has at the least, to tell one from any other object.
+# Functions that an object must have to be accepted as an array API namespace.
 FUNCTIONS = ("asarray", "astype", "matmul", "reshape", "sum")
 
 
 class GenericBackend(Backend):
-    """A library whose arrays have ``__array_namespace__``: only the standard is used."""
+    """A library whose arrays have ``__array_namespace__``; only the array API standard is used."""
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
@@ -25,24 +25,24 @@ class GenericBackend(Backend):
         self.array_modules = (self.name.partition(".")[0],)
 
     def status(self) -> Status:
-        """Say that it is ready: its arrays are there."""
+        """Return "ready": an array of the library exists."""
         return Status("ready", version=str(getattr(self._namespace, "__version__", "")))
 
     def namespace(self) -> Any:
-        """Return what the arrays gave as their namespace."""
+        """Return the namespace that the arrays returned."""
         return self._namespace
 
     def owns(self, x: object) -> bool:
-        """Compare namespaces."""
+        """Return whether ``x`` has the same namespace."""
         return getattr(x, "__array_namespace__", lambda: None)() is self._namespace
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Import through DLPack where the library can, then go to the device."""
+        """Import through DLPack if the library can, then move to the device."""
         xp: Any = self._namespace
         if self.owns(x):
             y = xp.asarray(x, copy=copy)
         elif hasattr(xp, "from_dlpack"):
-            y = xp.from_dlpack(x) if copy is None else xp.from_dlpack(x, copy=copy)  # copy= is of the 2023 standard
+            y = xp.from_dlpack(x) if copy is None else xp.from_dlpack(x, copy=copy)  # copy= since 2023.12
         else:
             y = xp.asarray(x, copy=copy)
         if device is None or self.device_of(y) == device:
@@ -52,19 +52,19 @@ class GenericBackend(Backend):
         return y.to_device(self.native_device(device))
 
     def device_of(self, x: Array) -> str:
-        """Return the library's own spelling of the device."""
+        """Return the library's name of the device."""
         return str(getattr(x, "device", "cpu"))
 
     def native_device(self, device: str | None) -> Any:
-        """Find the device that is spelt so; without an inspection API only the default is known."""
+        """Return the device of that name; without the inspection API only the default is known."""
         info = getattr(self._namespace, "__array_namespace_info__", None)
         return next((d for d in (info().devices() if info else ()) if str(d) == device), None)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """Export through DLPack, or, for a library that has none, through ``__array__``."""
+        """Export through DLPack, or through ``__array__`` if the library has no DLPack."""
         try:
             view = np.asarray(np.from_dlpack(x) if hasattr(x, "__dlpack__") else x)
-            if view.dtype == object:  # what NumPy makes of anything that it does not understand
+            if view.dtype == object:  # NumPy could not convert the object
                 raise TypeError("it has neither __dlpack__ nor __array__")
             return view
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -75,9 +75,9 @@ class GenericBackend(Backend):
 
 
 class Exporter(Backend):
-    """The library of an object of which nothing is known but ``__dlpack__``: one can take it over, and that is all."""
+    """The library of an object with ``__dlpack__`` and no namespace: it can be converted, not computed with."""
 
-    # DLPack's numbers of the devices whose names polyattn has; the host's pinned memory is the host's.
+    # DLPack's device types by polyattn's device names; pinned host memory counts as the host.
     DEVICES: ClassVar[Mapping[int, str]] = {1: "cpu", 2: "cuda", 3: "cpu", 8: "mps"}
 
     def __init__(self, x: Any) -> None:
@@ -88,11 +88,11 @@ class Exporter(Backend):
         self.device = kind if kind == "cpu" else f"{kind}:{index}"
 
     def shares(self, x: Array) -> bool:
-        """Say whether it lies on the host."""
+        """Return whether it is on the host."""
         return self.device == "cpu"
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """Return NumPy's view of it, or a copy of what lies elsewhere; a view already taken comes back itself."""
+        """Return a NumPy view of it, or a copy if it is not on the host; a NumPy array is returned as it is."""
         if isinstance(x, np.ndarray):
             return x
         with self.exchange():
@@ -100,19 +100,19 @@ class Exporter(Backend):
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """Say of whatever goes wrong meanwhile, in code that is not ours on either side, what it was about."""
+        """Raise BackendMismatchError for any error of the two libraries during the exchange."""
         try:
             yield
         except Exception as error:
             raise BackendMismatchError(
-                f"this {self.name} cannot be taken over through DLPack ({type(error).__name__}: {error})"
+                f"this {self.name} cannot be imported through DLPack ({type(error).__name__}: {error})"
             ) from error
 
 
 def namespace_of(x: object) -> Any:
-    """Return the namespace that an array gives; None where it gives none, or something that cannot be one."""
+    """Return an array's namespace, or None if it has none or the object does not look like a namespace."""
     try:
-        namespace = x.__array_namespace__()  # type: ignore[attr-defined]  # that is the question
+        namespace = x.__array_namespace__()  # type: ignore[attr-defined]  # tested here
         return namespace if all(hasattr(namespace, name) for name in FUNCTIONS) else None
     except Exception:
         return None

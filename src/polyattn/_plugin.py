@@ -1,4 +1,4 @@
-"""Plugins as they are installed: found by their entry points, loaded when first used, remembered where broken."""
+"""Installed plugins: found by their entry points, loaded on first use; load errors are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import BackendUnavailableError
 __all__ = ["Plugin", "canonical", "discover"]
 
 GROUP = "polyattn.backends"
-# The methods that version 1 of the contract had and version 2 has not, each with what takes its place.
+# The methods of version 1 of the contract that version 2 has not, with their replacements.
 OF_VERSION_1 = {
     "takes": "shares(x)", "viewable": "shares(x)",
     "unfit": "state(x).unusable", "pinned": "state(x).captive", "on_host": "state(x).readable",
@@ -24,19 +24,19 @@ logger = logging.getLogger("polyattn")
 
 
 class Plugin:
-    """One entry point: loaded at most once, by whichever thread comes first."""
+    """One entry point, loaded at most once, by the first thread that needs it."""
 
-    def __init__(self, entry: metadata.EntryPoint, rivals: tuple[str, ...] = ()) -> None:
+    def __init__(self, entry: metadata.EntryPoint, duplicates: tuple[str, ...] = ()) -> None:
         self.name = entry.name
         self.distribution = _distribution(entry)
         self._entry = entry
-        self._rivals = rivals
+        self._duplicates = duplicates
         self._lock = threading.RLock()
         self._backend: Backend | None = None
         self._cause: BaseException | None = None
 
     def load(self) -> Backend:
-        """Return the backend object, or raise BackendUnavailableError with plugin, distribution and cause."""
+        """Return the backend, or raise BackendUnavailableError with the plugin, the distribution and the cause."""
         with self._lock:
             if self._backend is None and self._cause is None:
                 try:
@@ -52,9 +52,10 @@ class Plugin:
             return self._backend
 
     def _resolve(self) -> Backend:
-        if self._rivals:
+        if self._duplicates:
             raise RuntimeError(
-                f"more than one distribution provides a backend of this name: {', '.join(self._rivals)}; uninstall one"
+                f"more than one distribution provides a backend of this name: {', '.join(self._duplicates)}; "
+                "uninstall one"
             )
         backend = self._entry.load()
         if not isinstance(backend, Backend):
@@ -64,11 +65,11 @@ class Plugin:
         if version != API_VERSION:
             changes = f", or replace {'; '.join(replaced)}" if replaced else ""
             raise RuntimeError(
-                f"it implements version {version} of the backend contract, this polyattn version {API_VERSION}; "
+                f"it implements version {version} of the backend contract, this polyattn has version {API_VERSION}; "
                 f"install matching versions of {self.distribution} and polyattn{changes}"
             )
         if canonical(backend.name) != canonical(self.name):
-            raise RuntimeError(f"its object calls itself {backend.name!r}, its entry point {self.name!r}")
+            raise RuntimeError(f"the name of its backend is {backend.name!r}, that of its entry point {self.name!r}")
         return backend
 
     @property
@@ -80,30 +81,30 @@ def discover() -> dict[str, Plugin]:
     """Return the installed plugins by canonical name, without loading any."""
     found: dict[str, dict[tuple[str, str], metadata.EntryPoint]] = {}
     for entry in _entry_points():
-        # An editable install can show the same distribution twice: the same value from it is one plugin.
+        # An editable install can list the same distribution twice: equal entry points count once.
         found.setdefault(canonical(entry.name), {})[_distribution(entry), entry.value] = entry
     return {
-        name: Plugin(next(iter(rivals.values())), _labels(rivals) if len(rivals) > 1 else ())
-        for name, rivals in found.items()
+        name: Plugin(next(iter(entries.values())), _labels(entries) if len(entries) > 1 else ())
+        for name, entries in found.items()
     }
 
 
 def canonical(name: str) -> str:
-    """Return a name as names are compared: without case, with ``-`` equal to ``_``."""
+    """Return the form in which names are compared: in lower case, with ``-`` for ``_``."""
     return re.sub(r"[-_]+", "-", name).strip().casefold()
 
 
 def _entry_points() -> list[metadata.EntryPoint]:
     try:
         return list(metadata.entry_points(group=GROUP))
-    except Exception:  # one damaged distribution, of whatever kind, hides those of all others: leave out that one
+    except Exception:  # one damaged distribution makes the query fail: leave out that one
         found: dict[str, list[metadata.EntryPoint]] = {}
         for distribution in metadata.distributions():
             try:
-                if distribution.name not in found:  # the first on the path is the one that is imported
+                if distribution.name not in found:  # the first one on the path is imported
                     found[distribution.name] = list(distribution.entry_points.select(group=GROUP))
             except Exception as cause:
-                logger.warning("a distribution's entry points cannot be read, and are left out: %s", cause)
+                logger.warning("the entry points of a distribution cannot be read, and are left out: %s", cause)
         return [entry for entries in found.values() for entry in entries]
 
 
@@ -114,5 +115,5 @@ def _distribution(entry: metadata.EntryPoint) -> str:
         return "unknown"
 
 
-def _labels(rivals: dict[tuple[str, str], metadata.EntryPoint]) -> tuple[str, ...]:
-    return tuple(f"{distribution} ({value})" for distribution, value in rivals)
+def _labels(entries: dict[tuple[str, str], metadata.EntryPoint]) -> tuple[str, ...]:
+    return tuple(f"{distribution} ({value})" for distribution, value in entries)

@@ -1,4 +1,4 @@
-"""The account that is kept of arrays which change library or device, and what may not."""
+"""Transfers: counting, logging and forbidding the arrays that change library or device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("polyattn")
 
 
 class Crossing(NamedTuple):
-    """One array that changed library or device."""
+    """A transfer: one array that changed library or device."""
 
     what: str
     source: str
@@ -31,14 +31,14 @@ class Crossing(NamedTuple):
 
 @dataclass
 class Transfers:
-    """The account of a ``with transfers(...)`` block."""
+    """The transfers in a ``with transfers(...)`` block."""
 
     mode: str
     crossings: list[Crossing] = field(default_factory=list)
 
     @property
     def count(self) -> int:
-        """How many arrays crossed."""
+        """The number of transfers."""
         return len(self.crossings)
 
 
@@ -47,24 +47,24 @@ _accounts: ContextVar[tuple[Transfers, ...]] = ContextVar("polyattn_transfers", 
 
 @contextmanager
 def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Transfers]:
-    """Keep account of every array that polyattn moves between libraries or devices.
+    """Record every array that polyattn moves between libraries or devices.
 
     Parameters
     ----------
     mode : {"allow", "log", "forbid"}
-        "log" also writes each crossing to the logger ``polyattn``; "forbid" raises before anything moves.
+        "log" also writes each transfer to the logger ``polyattn``; "forbid" raises before anything is moved.
 
     Yields
     ------
     Transfers
-        With ``count``, and ``crossings``: what went from where to where, copied or not.
+        With ``count``, and ``crossings``: name, source and target of each array, and whether it was copied.
 
     Raises
     ------
     BackendMismatchError
-        In mode "forbid", at the first array that would have crossed.
+        In mode "forbid", at the first array that would be moved.
     ArgumentError
-        If there is no such mode.
+        If ``mode`` is none of these.
 
     Examples
     --------
@@ -84,20 +84,20 @@ def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Tra
         _accounts.set(tuple(other for other in _accounts.get() if other is not account))
 
 
-def permit(x: Array, name: str, home: Place, place: Place) -> None:
-    """Raise where an array may not change its library or device."""
-    reason = home.backend.state(x).captive
-    if reason is not None and home.backend is not place.backend:
+def permit(x: Array, name: str, source: Place, target: Place) -> None:
+    """Raise if an array may not be moved from ``source`` to ``target``."""
+    reason = source.backend.state(x).captive
+    if reason is not None and source.backend is not target.backend:
         raise BackendMismatchError(
-            f"{name}: this array {reason}, so it cannot leave {home.backend.name} for {place}; "
-            f"select {home.backend.name}, or no backend, for it"
+            f"{name}: this array {reason}, so it cannot be moved from {source.backend.name} to {target}; "
+            f"select {source.backend.name} or no backend"
         )
     if any(account.mode == "forbid" for account in _accounts.get()):
-        raise BackendMismatchError(f"{name}: would go from {home} to {place}, and transfers are forbidden here")
+        raise BackendMismatchError(f"{name}: would go from {source} to {target}, and transfers are forbidden here")
 
 
 def record(crossing: Crossing) -> None:
-    """Write a crossing down, wherever one is asked to be."""
+    """Add a transfer to all active accounts, and log it if one has mode "log"."""
     accounts = _accounts.get()
     for account in accounts:
         account.crossings.append(crossing)

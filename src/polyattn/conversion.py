@@ -1,9 +1,9 @@
-"""The one place where arrays change library or device.
+"""Conversion of arrays between libraries and devices; all transfers go through this module.
 
-On the host every conversion goes by way of a NumPy view of the source's memory
-(no copy), because NumPy alone can describe every layout: the view is handed to
-the target where the target can share it, else a packed copy is. Between two
-libraries on the same accelerator the arrays go directly, through DLPack.
+On the host a conversion starts with a NumPy view of the source's memory (no copy),
+because only NumPy can describe every layout. The target imports the view if it can
+share its memory, else a contiguous copy. Between two libraries on the same accelerator,
+arrays are exchanged directly through DLPack.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ __all__ = ["checked_device", "destination", "move", "move_argument", "place_of",
 
 
 def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None = None) -> Array:
-    """Return ``x`` as an array of another library, or of another device.
+    """Return ``x`` as an array of another library or on another device.
 
-    Memory is shared where both libraries can describe the array, and copied
-    where the target cannot: negative or zero strides, orders other than C on
-    JAX, read-only memory into a library that might write. Arrays that come to
-    NumPy are writable. The element type never changes.
+    Memory is shared if both libraries can describe the array. It is copied if
+    the target cannot: negative or zero strides, orders other than C on JAX,
+    read-only memory for a library that might write to it. Arrays converted to
+    NumPy are writable. The dtype never changes.
 
     Parameters
     ----------
     x : array
-        Of any library with a plugin or with ``__array_namespace__``; or any object with ``__dlpack__`` and
-        ``__dlpack_device__``. One that keeps to DLPack before version 1 cannot say that it may be written to, and
-        is copied; one of a dtype that NumPy lacks stays out.
+        Of any library with a plugin or with ``__array_namespace__``, or any object with ``__dlpack__`` and
+        ``__dlpack_device__``. Such an object is copied if its DLPack is older than version 1, which cannot mark
+        memory as read-only, and refused if NumPy lacks its dtype.
     name : str
-        The backend to go to.
+        The target backend.
     device : str, optional
-        A device of it. None keeps the device of ``x`` where the backend can address it, else its default.
+        A device of that backend. None is the device of ``x`` if the backend can address it, else its default.
     copy : bool, optional
-        True copies always; False never, and raises where a copy is needed; None copies where it must.
+        True always copies; False never copies, and raises if a copy is needed; None copies if needed.
 
     Raises
     ------
@@ -51,9 +51,9 @@ def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None
     BackendMismatchError
         If ``x`` is no array, is traced or requires gradients, or has to be copied with ``copy=False``.
     DTypeError
-        If the target has no such element type (float64 on JAX in 32-bit mode, for instance).
+        If the target lacks the dtype (float64 on JAX in 32-bit mode, for instance).
     ArgumentError
-        If ``copy`` is something else.
+        If ``copy`` is not True, False or None.
 
     Examples
     --------
@@ -65,12 +65,12 @@ def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None
     if copy not in (True, False, None):
         raise ArgumentError(f"copy: expected True, False or None, got {copy!r}")
     backend = registry.ready(name)
-    x, home = _at_home(x)
-    return move(x, destination(home, name, checked_device(backend, device)), home=home, copy=copy)
+    x, source = _with_place(x)
+    return move(x, destination(source, name, checked_device(backend, device)), source=source, copy=copy)
 
 
-def _at_home(x: Array) -> tuple[Array, Place]:
-    """Return an array and its place; of an object on the host that has ``__dlpack__`` alone, NumPy's view of it."""
+def _with_place(x: Array) -> tuple[Array, Place]:
+    """Return an array and its place. An object on the host with only ``__dlpack__`` becomes a NumPy view."""
     try:
         registry.owner(x)
     except BackendMismatchError:
@@ -86,13 +86,13 @@ def _at_home(x: Array) -> tuple[Array, Place]:
 
 
 def place_of(arrays: Mapping[str, Array | None]) -> Place:
-    """Return the one library and device of a call's arrays.
+    """Return the common library and device of a call's arrays.
 
     Raises
     ------
     BackendMismatchError
-        If they differ, naming each argument's library and device, if there is none, or one of a kind that
-        cannot be computed with (masked, sparse).
+        If they differ (the message names each argument's library and device), if there is no array, or if polyattn
+        cannot compute with an array (masked, sparse).
     """
     found: Backend | None = None
     device: str | None = None
@@ -100,7 +100,7 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
     for name, x in arrays.items():
         if x is None:
             continue
-        if type(x) is not kind:  # the arrays of a call mostly have one type
+        if type(x) is not kind:  # most calls have arrays of one type
             kind, backend = type(x), registry.owner(x, name)
         unusable = backend.state(x).unusable
         if unusable is not None:
@@ -116,14 +116,14 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
 
 
 def checked_device(backend: Backend, device: str | None) -> str | None:
-    """Return a device's name as the backend spells it; BackendUnavailableError where it has no such device."""
+    """Return a device's name as the backend writes it; raise BackendUnavailableError if there is no such device."""
     if device is None:
         return None
     devices = backend.devices()
     if isinstance(device, str):
         folded = {name.casefold(): name for name in devices}
         wanted = device.casefold()
-        # "cuda" is the first CUDA device, and "cpu:0" the host, which the libraries call "cpu".
+        # "cuda" is the first CUDA device, and "cpu:0" is the host, which the libraries call "cpu".
         for candidate in (wanted, f"{wanted}:0", wanted.removesuffix(":0")):
             if candidate in folded:
                 return folded[candidate]
@@ -132,69 +132,69 @@ def checked_device(backend: Backend, device: str | None) -> str | None:
     )
 
 
-def destination(home: Place, name: str, device: str | None) -> Place:
-    """Return the place that a backend's name and a device name, for arrays that are at ``home``."""
+def destination(source: Place, name: str, device: str | None) -> Place:
+    """Return the place of a backend name and a device, for arrays from ``source``."""
     backend = registry.ready(name)
     if device is not None:
         return Place(backend, device)
-    if backend is home.backend:
-        return home
-    return Place(backend, home.device if home.device in backend.devices() else backend.devices()[0])
+    if backend is source.backend:
+        return source
+    return Place(backend, source.device if source.device in backend.devices() else backend.devices()[0])
 
 
-def move(x: Array, place: Place, *, name: str = "x", home: Place | None = None, copy: bool | None = None) -> Array:
-    """Return ``x`` at ``place``; nothing is done, and nothing counted, where it is there already."""
-    if home is None:
-        home = place_of({name: x})
-    if home.backend is place.backend and (home.device == place.device or None in (home.device, place.device)):
-        # An array without axes may be a scalar so far: NumPy's functions return those.
+def move(x: Array, place: Place, *, name: str = "x", source: Place | None = None, copy: bool | None = None) -> Array:
+    """Return ``x`` moved to ``place``; an array that is there already is returned as it is and not counted."""
+    if source is None:
+        source = place_of({name: x})
+    if source.backend is place.backend and (source.device == place.device or None in (source.device, place.device)):
+        # A 0-d array may still be a NumPy scalar, which NumPy's functions return.
         kept = not copy and x.ndim > 0
-        return x if kept else _required(copy, lambda: home.backend.asarray(x, home.device, copy), home, place)
-    permit(x, name, home, place)
+        return x if kept else _attempt(copy, lambda: source.backend.asarray(x, source.device, copy), source, place)
+    permit(x, name, source, place)
     try:
-        result, copied = _carry(x, home, place, copy)
+        result, copied = _transfer(x, source, place, copy)
     except (BackendMismatchError, DTypeError) as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
-    record(Crossing(name, str(home), str(place), copied))
+    record(Crossing(name, str(source), str(place), copied))
     return result
 
 
-def move_argument(x: Array, place: Place, *, name: str, home: Place) -> Array:
-    """Move an argument of a call; integers never come back, so they are narrowed where the target lacks their type."""
+def move_argument(x: Array, place: Place, *, name: str, source: Place) -> Array:
+    """Move an argument of a call. Integers are narrowed if the target lacks their dtype, as none are moved back."""
     dtype = dtype_name(x.dtype)
-    if place.backend is not home.backend and dtype in ("int64", "uint64", "uint32"):
+    if place.backend is not source.backend and dtype in ("int64", "uint64", "uint32"):
         try:
             place.backend.dtype(dtype)
         except DTypeError as error:
-            permit(x, name, home, place)
-            values = home.backend.to_numpy(x)
+            permit(x, name, source, place)
+            values = source.backend.to_numpy(x)
             if values.size and (values.max() > np.iinfo(np.int32).max or values.min() < np.iinfo(np.int32).min):
                 raise DTypeError(f"{name}: its values do not fit int32, and {error}") from None
             narrowed = place.backend.asarray(values.astype(np.int32), place.device, None)
-            record(Crossing(name, str(home), str(place), True))
+            record(Crossing(name, str(source), str(place), True))
             return narrowed
-    return move(x, place, name=name, home=home)
+    return move(x, place, name=name, source=source)
 
 
-def _carry(x: Array, home: Place, place: Place, copy: bool | None) -> tuple[Array, bool]:
-    """Return the array at its place, and whether its elements were copied."""
-    source, device = home.backend, place.device
-    exporter = source if isinstance(source, Exporter) else None  # whose dtypes may have any name
+def _transfer(x: Array, source: Place, place: Place, copy: bool | None) -> tuple[Array, bool]:
+    """Return the array moved to ``place``, and whether its elements were copied."""
+    library, device = source.backend, place.device
+    exporter = library if isinstance(library, Exporter) else None  # its dtypes may have any name
     if exporter is None:
-        place.backend.dtype(dtype_name(x.dtype))  # raises where the target cannot hold it
-    if source is place.backend:  # between devices of one library
-        return _required(copy, lambda: source.asarray(x, device, copy), home, place), True
-    if device is not None and device != "cpu" and home.device == device:  # one accelerator, two libraries
+        place.backend.dtype(dtype_name(x.dtype))  # raises if the target lacks the dtype
+    if library is place.backend:  # between devices of one library
+        return _attempt(copy, lambda: library.asarray(x, device, copy), source, place), True
+    if device is not None and device != "cpu" and source.device == device:  # two libraries on the same accelerator
         with exporter.exchange() if exporter else nullcontext():
-            return _required(copy, lambda: place.backend.asarray(x, device, copy), home, place), bool(copy)
-    fetched = not source.shares(x)  # to_numpy has to copy it
+            return _attempt(copy, lambda: place.backend.asarray(x, device, copy), source, place), bool(copy)
+    fetched = not library.shares(x)  # to_numpy copies
     if copy is False and fetched:
-        raise BackendMismatchError(f"the memory of this array on {home} cannot be shared; pass copy=None")
-    view = source.to_numpy(x)
+        raise BackendMismatchError(f"the memory of this array on {source} cannot be shared; pass copy=None")
+    view = library.to_numpy(x)
     if exporter is not None:
         place.backend.dtype(dtype_name(view.dtype))
     if place.backend.shares(view) and (fetched or not copy):
-        result = _required(copy, lambda: place.backend.asarray(view, device, None if fetched else copy), home, place)
+        result = _attempt(copy, lambda: place.backend.asarray(view, device, None if fetched else copy), source, place)
         copied = fetched or not _shared(view, result, place.backend)
         if not copied or copy is not False:
             return result, copied
@@ -204,20 +204,20 @@ def _carry(x: Array, home: Place, place: Place, copy: bool | None) -> tuple[Arra
             f"writable {view.flags.writeable}); pass copy=None"
         )
     packed = np.array(view, dtype=view.dtype.newbyteorder("="), order="C", copy=True)
-    return _required(None, lambda: place.backend.asarray(packed, device, None), home, place), True
+    return _attempt(None, lambda: place.backend.asarray(packed, device, None), source, place), True
 
 
-def _required(copy: bool | None, convert: Callable[[], Array], home: Place, place: Place) -> Array:
-    """Convert, and say of what a library does not take (float8, mostly) that it does not."""
+def _attempt(copy: bool | None, convert: Callable[[], Array], source: Place, place: Place) -> Array:
+    """Convert, with BackendMismatchError if the library does not support the array (a float8 dtype, for instance)."""
     try:
         return convert()
     except PolyattnError:
         raise
     except (BufferError, TypeError) as error:
-        raise BackendMismatchError(f"{place.backend.name} does not take this array of {home}: {error}") from error
+        raise BackendMismatchError(f"{place.backend.name} does not take this array of {source}: {error}") from error
     except ValueError as error:
         if copy is False:
-            raise BackendMismatchError(f"{home} to {place} needs a copy; pass copy=None") from error
+            raise BackendMismatchError(f"{source} to {place} needs a copy; pass copy=None") from error
         raise
 
 

@@ -1,17 +1,17 @@
-"""What polyattn raises.
+"""The exceptions of polyattn.
 
-Every message names the argument, what was expected and what came, and where
-there is a remedy it says what to do. Each class is also the built-in exception
-that a caller would expect, so ``except ValueError`` keeps working::
+Every message names the argument, the expected and the actual value, and the
+remedy if there is one. Each class also derives from the built-in exception that
+a caller would expect, so ``except ValueError`` works::
 
     PolyattnError
     ├── UnknownBackendError      (ValueError)           no backend of that name, or a device without a backend
     ├── BackendUnavailableError  (ImportError)          known, but it cannot be used here
     ├── BackendMismatchError     (TypeError)            arrays of different libraries or devices, or that may not move
-    ├── KernelUnsupportedError   (NotImplementedError)  the kernel that was asked for does not do this problem
+    ├── KernelUnsupportedError   (NotImplementedError)  the required kernel does not support this problem
     ├── ShapeError               (ValueError)           shapes that do not fit
     ├── DTypeError               (TypeError)            element types that do not fit
-    ├── ArgumentError            (ValueError)           any other argument with a value that it cannot have
+    ├── ArgumentError            (ValueError)           any other argument with an invalid value
     └── CheckpointError          (ValueError)           a file or a dict of parameters that does not fit, or is damaged
 """
 
@@ -31,11 +31,11 @@ __all__ = [
 
 
 class PolyattnError(Exception):
-    """The base of every exception that polyattn raises on purpose."""
+    """The base class of polyattn's exceptions."""
 
 
 class UnknownBackendError(PolyattnError, ValueError):
-    """A backend name that no installed distribution provides, or a device named without a backend."""
+    """A backend name that no installed distribution provides, or a device without a backend."""
 
 
 class BackendUnavailableError(PolyattnError, ImportError):
@@ -47,7 +47,7 @@ class BackendMismatchError(PolyattnError, TypeError):
 
 
 class KernelUnsupportedError(PolyattnError, NotImplementedError):
-    """The kernel that was asked for by name does not compute this problem; the message gives its reason."""
+    """The kernel that ``kernel=`` requires does not support this problem; the message gives the reason."""
 
 
 class ShapeError(PolyattnError, ValueError):
@@ -55,12 +55,12 @@ class ShapeError(PolyattnError, ValueError):
 
 
 class DTypeError(PolyattnError, TypeError):
-    """An element type that an operation does not take, or that a library cannot hold."""
+    """A dtype that an operation does not support, or that a library does not have."""
 
 
 class ArgumentError(PolyattnError, ValueError):
-    """An argument whose value is outside of what it may be: a dropout of 1.5, a negative window."""
+    """An argument with an invalid value: a dropout of 1.5, a negative window."""
 
 
 class CheckpointError(PolyattnError, ValueError):
-    """A checkpoint that is damaged or foreign, or parameters whose names, shapes or dtypes do not fit."""
+    """A damaged or unknown checkpoint file, or parameters with names, shapes or dtypes that do not fit."""

@@ -1,8 +1,7 @@
-"""Which backends there are, and which of them owns an array.
+"""The registry of backends, and the backend that owns an array.
 
-Backends are found by their entry points and loaded when first used. A plugin
-that cannot be loaded is remembered as broken, with its cause, and disturbs
-nobody else.
+Backends are found by their entry points and loaded on first use. A plugin that
+cannot be loaded is kept as broken, with the cause, and does not affect others.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class BackendInfo:
 
 
 class _Registry:
-    """The plugins of this process by canonical name, and the types of arrays that were met."""
+    """The plugins of this process by canonical name, and the owners of array types seen so far."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.plugins: dict[str, Plugin] | None = None
         self.owners: dict[type, str] = {}
-        self.backends: dict[str, Backend] = {}  # by the keys that owners has; all that there were
-        self.generic: dict[int, Backend] = {}  # by the identity of the namespace, which the backend keeps alive
+        self.backends: dict[str, Backend] = {}  # by the keys in owners; never emptied
+        self.generic: dict[int, Backend] = {}  # by the id of the namespace, which the backend keeps alive
         self.ready: dict[str, Backend] = {}
 
     def discover(self) -> dict[str, Plugin]:
@@ -61,7 +60,7 @@ _registry = _Registry()
 
 
 def refresh() -> None:
-    """Forget what was discovered, so that plugins installed since are found. Running calls keep their backends."""
+    """Discover plugins again, including those installed since. Running calls keep their backends."""
     importlib.invalidate_caches()
     with _registry.lock:
         _registry.plugins = None
@@ -70,41 +69,41 @@ def refresh() -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all installed plugins, usable or not, without loading any."""
+    """Return the names of all installed plugins, usable or not, without loading them."""
     return tuple(sorted(plugin.name for plugin in _registry.discover().values()))
 
 
 def known(name: str) -> str:
-    """Return a backend's name as its plugin spells it.
+    """Return a backend's name as its plugin writes it.
 
     Raises
     ------
     UnknownBackendError
-        If no plugin has that name; the message lists the names and the closest.
+        If no plugin has that name; the message lists all names and suggests the closest.
     """
     return _plugin(name).name
 
 
 def load(name: str) -> Backend:
-    """Return the backend of that name, loading its plugin; its library need not be usable.
+    """Load the plugin of that name and return its backend; the array library need not be usable.
 
     Raises
     ------
     UnknownBackendError
-        If no plugin has that name; the message lists the names and the closest.
+        If no plugin has that name; the message lists all names and suggests the closest.
     BackendUnavailableError
-        If the plugin is broken; the message names it, its distribution and the cause.
+        If the plugin cannot be loaded; the message names it, its distribution and the cause.
     """
     return _plugin(name).load()
 
 
 def ready(name: str) -> Backend:
-    """Return the backend of that name, usable.
+    """Return the backend of that name, or raise if it is not usable.
 
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        As :func:`load`, and where the library is missing or cannot be used: with the cause and the install command.
+        As :func:`load`, and if the library is missing or cannot be used, with the cause and the install command.
     """
     backend = _registry.ready.get(name) if isinstance(name, str) else None
     if backend is None:
@@ -118,31 +117,31 @@ def ready(name: str) -> Backend:
 
 
 def owner(x: Array, argument: str = "x") -> Backend:
-    """Return the backend that owns an array; the generic one where only the standard is known of it.
+    """Return the backend that owns an array; a generic one if its library has no plugin but a namespace.
 
     Raises
     ------
     BackendMismatchError
         If ``x`` is no array of a known library and has no ``__array_namespace__``.
     BackendUnavailableError
-        If the plugin of its library is broken.
+        If the plugin of its library cannot be loaded.
     """
     key = _owner_of(type(x))
-    return _registry.backends[_met(type(x), _find_owner(x, argument)) if key is None else key]
+    return _registry.backends[_record_owner(type(x), _find_owner(x, argument)) if key is None else key]
 
 
 @constant_result
 def _owner_of(kind: type) -> str | None:
-    """Return the key of the backend that owns arrays of a type, where that is known: met before, or a library's own.
+    """Return the key of the backend that owns arrays of a type, or None if the type alone does not determine it.
 
-    torch.compile calls this, and traces neither the table of types nor the import of a plugin.
+    Under torch.compile this is called while tracing; the table of types and the import of a plugin are not traced.
     """
     key = _registry.owners.get(kind)
     return _namesake_of(kind) if key is None else key
 
 
 def looks_like_array(x: object) -> bool:
-    """Say whether ``x`` has a dtype and a shape, as every array has."""
+    """Return whether ``x`` has a dtype and a shape, as every array has."""
     try:
         return hasattr(x, "dtype") and hasattr(x, "shape")
     except Exception:  # a property that raises
@@ -150,9 +149,9 @@ def looks_like_array(x: object) -> bool:
 
 
 def list_backends() -> list[BackendInfo]:
-    """Report every backend: name, distribution, version, state (and why), devices, how to install what is missing.
+    """Return name, distribution, version, state with its reason, devices and install command of every backend.
 
-    Loads every plugin, and lets each look for its library.
+    This loads every plugin, and each plugin checks its library.
 
     Examples
     --------
@@ -164,7 +163,7 @@ def list_backends() -> list[BackendInfo]:
 
 
 def same_name(a: str, b: str) -> bool:
-    """Compare two backend names as polyattn does: without case, with ``-`` equal to ``_``."""
+    """Return whether two backend names are equal, ignoring case, with ``-`` equal to ``_``."""
     return canonical(a) == canonical(b)
 
 
@@ -207,8 +206,8 @@ def _info(plugin: Plugin) -> BackendInfo:
 def _find_owner(x: Array, argument: str) -> Backend:
     if not looks_like_array(x):
         raise BackendMismatchError(f"{argument}: expected an array, got {type(x).__name__}")
-    # The plugin named like the array's own package is asked first, then those that are loaded. Others are loaded,
-    # which may take its time, only for an array that none of these knows; jax before them for an array of jaxlib.
+    # First the plugin with the name of the array's package, then loaded plugins. The others, which may be slow to load,
+    # follow only for an array that none of these owns; among them first jax for an array of jaxlib, for instance.
     packages = [_package(kind) for kind in type(x).__mro__]
     plugins = _registry.discover()
     namesake = next((plugins[package] for package in packages if package in plugins), None)
@@ -219,19 +218,19 @@ def _find_owner(x: Array, argument: str) -> Backend:
         try:
             if _owns(plugin.load(), x):
                 return plugin.load()
-        except BackendUnavailableError:  # a broken plugin owns nothing; selecting it by name says why
+        except BackendUnavailableError:  # selecting a broken plugin by name raises the cause
             continue
     namespace = namespace_of(x)
-    if namespace is not None and _takes(namespace, x):
+    if namespace is not None and _accepts(namespace, x):
         return _registry.generic.setdefault(id(namespace), GenericBackend(namespace))
     raise BackendMismatchError(
-        f"{argument}: expected an array of a known library, or one with a true __array_namespace__, "
+        f"{argument}: expected an array of a known library, or one with a valid __array_namespace__, "
         f"got {type(x).__module__}.{type(x).__qualname__}"
     )
 
 
 def _namesake_of(kind: type) -> str | None:
-    """Return the key of the backend that is named like the package of a type, if it makes arrays of that type."""
+    """Return the key of the backend with the name of a type's package, if its arrays have that type."""
     plugin = _registry.discover().get(_package(kind))
     if plugin is None:
         return None
@@ -240,11 +239,11 @@ def _namesake_of(kind: type) -> str | None:
         own = issubclass(kind, type(backend.namespace().empty((0,))))
     except Exception:  # the library cannot be used
         return None
-    return _met(kind, backend) if own else None
+    return _record_owner(kind, backend) if own else None
 
 
-def _met(kind: type, backend: Backend) -> str:
-    """Record who owns arrays of a type, and return the key of the backend."""
+def _record_owner(kind: type, backend: Backend) -> str:
+    """Record the backend that owns arrays of a type, and return its key."""
     key = str(id(backend))
     _registry.backends[key] = backend
     _registry.owners[kind] = key
@@ -252,7 +251,7 @@ def _met(kind: type, backend: Backend) -> str:
 
 
 def _package(kind: type) -> str:
-    """Return the top-level package of a type, spelt as the name of a backend."""
+    """Return the top-level package of a type, in the canonical form of backend names."""
     return canonical(kind.__module__.partition(".")[0])
 
 
@@ -263,8 +262,8 @@ def _owns(backend: Backend, x: object) -> bool:
         return False
 
 
-def _takes(namespace: Any, x: object) -> bool:
-    """Say whether a namespace takes an array as its own: a plugin's library would make another array of it."""
+def _accepts(namespace: Any, x: object) -> bool:
+    """Return whether a namespace accepts an array, and its ``asarray`` does not return one of a plugin's library."""
     try:
         made = namespace.asarray(x)
     except Exception:

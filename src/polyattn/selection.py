@@ -1,8 +1,8 @@
-"""Which backend computes: the strongest selection in force, or the library of the inputs.
+"""Selection of the backend that computes: by the user, else the library of the inputs.
 
-From the strongest: ``backend=`` of a call or a layer, ``with use_backend(...)``,
-``set_backend(...)``, the variables ``POLYATTN_BACKEND`` and ``POLYATTN_DEVICE``,
-nothing. Backend and device come from the same level.
+In the order of precedence: ``backend=`` of a call or a layer, ``with use_backend(...)``,
+``set_backend(...)``, the environment variables ``POLYATTN_BACKEND`` and ``POLYATTN_DEVICE``,
+none. Backend and device come from the same level.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEVICE_VARIABLE = "POLYATTN_DEVICE"
 
 
 class Selection(NamedTuple):
-    """A backend that was chosen, its device (None: the inputs' own where possible), and what chose it."""
+    """A selected backend, its device (None: the inputs' device if possible), and the source of the selection."""
 
     backend: str
     device: str | None
@@ -35,14 +35,14 @@ class Selection(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """The place to which a layer or a cache is bound, and whether it takes arrays of other places."""
+    """The place to which a layer or a key-value cache is bound, and whether it moves inputs from other places."""
 
     place: Place
     moves_inputs: bool
 
 
 class _Default:
-    """The process-wide default of :func:`set_backend`, seen by every thread."""
+    """The process-wide selection of :func:`set_backend`, the same for every thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -60,14 +60,14 @@ def use_backend(name: str, device: str | None = None) -> Iterator[Selection]:
     Parameters
     ----------
     name : str
-        A backend of :func:`list_backends`; case does not matter, and ``-`` equals ``_``.
+        A backend of :func:`list_backends`; case is ignored, and ``-`` equals ``_``.
     device : str, optional
-        A device of it. None keeps the inputs' device where the backend can address it, else its default.
+        A device of that backend. None is the inputs' device if the backend can address it, else its default.
 
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        At entry, so that a misspelt name is never met half-way.
+        On entry to the block, if there is no such backend or device, or it cannot be used.
 
     Examples
     --------
@@ -81,19 +81,20 @@ def use_backend(name: str, device: str | None = None) -> Iterator[Selection]:
     try:
         yield selection
     finally:
-        # Not by a token: a generator may be closed in another context, or out of turn, and must take back its own.
+        # Not with a token: a generator may be closed in another context or order, and must remove its own selection.
         _scopes.set(tuple(scope for scope in _scopes.get() if scope is not selection))
 
 
 def set_backend(name: str | None, device: str | None = None) -> None:
-    """Select a backend for the whole process, all threads included; None takes the selection back.
+    """Select a backend for all threads of the process; None removes the selection.
 
-    A ``use_backend`` block and a ``backend=`` argument are stronger, the environment variables weaker.
+    A ``use_backend`` block and a ``backend=`` argument take precedence over it; it takes precedence over the
+    environment variables.
 
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        If there is no such backend or device, or it cannot be used; the selection is then unchanged.
+        If there is no such backend or device, or it cannot be used; the selection does not change then.
     """
     if name is None and device is not None:
         raise UnknownBackendError(f"device: {device!r} was given without a backend; name the backend too")
@@ -103,19 +104,19 @@ def set_backend(name: str | None, device: str | None = None) -> None:
 
 
 def get_backend() -> Selection | None:
-    """Return the selection in force here, or None: the library of the inputs computes.
+    """Return the current selection, or None if the library of the inputs computes.
 
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        If an environment variable names a backend or device that there is not.
+        If an environment variable names a backend or device that does not exist or cannot be used.
     """
     return selected()
 
 
 @constant_result
 def selected(backend: str | None = None, device: str | None = None) -> Selection | None:
-    """Return the strongest selection: an argument, the scope, the default, the variables, or None."""
+    """Return the first selection of: arguments, innermost scope, process default, environment variables; else None."""
     if backend is not None:
         return _checked(backend, device, "backend=")
     if device is not None:
@@ -148,7 +149,7 @@ def _from_environment() -> Selection | None:
 
 
 def bound(backend: str | None, device: str | None) -> Bound:
-    """Return where a layer or a cache is made: by argument or selection, else on NumPy, where it takes only NumPy's."""
+    """Return the binding of a new layer or key-value cache: the selection, else NumPy without moving inputs."""
     selection = selected(backend, device)
     chosen = registry.ready("numpy" if selection is None else selection.backend)
     return Bound(Place(chosen, (selection.device if selection else None) or chosen.devices()[0]), selection is not None)

@@ -65,7 +65,7 @@ def misaligned():
 
 
 class Exported:
-    """An object that can be taken over through DLPack, and does nothing else."""
+    """An object that can be imported through DLPack, and does nothing else."""
 
     def __init__(self, x):
         self.inner = x
@@ -220,12 +220,12 @@ REFUSED = {
         "meta": (lambda: torch().empty(3, device="meta"), "has no values to move|copy=None"),
     },
     "dlpack": {
-        "bfloat16": (lambda: Exported(brain_tensor()), "cannot be taken over through DLPack"),
-        "requires gradients": (lambda: Exported(tensor().requires_grad_()), "cannot be taken over through DLPack"),
-        "conjugate": (lambda: Exported(complex_tensor().conj()), "cannot be taken over through DLPack"),
-        "old protocol, read-only": (lambda: Old(read_only(BASE.copy())), "cannot be taken over .* read-?only"),
+        "bfloat16": (lambda: Exported(brain_tensor()), "cannot be imported through DLPack"),
+        "requires gradients": (lambda: Exported(tensor().requires_grad_()), "cannot be imported through DLPack"),
+        "conjugate": (lambda: Exported(complex_tensor().conj()), "cannot be imported through DLPack"),
+        "old protocol, read-only": (lambda: Old(read_only(BASE.copy())), "cannot be imported .* read-?only"),
         "stuck": (lambda: Stuck(BASE), "it stays where it is|copy=None"),
-        "old protocol, stuck": (lambda: OldAndElsewhere(BASE), "cannot be taken over through DLPack|copy=None"),
+        "old protocol, stuck": (lambda: OldAndElsewhere(BASE), "cannot be imported through DLPack|copy=None"),
         "without a device": (lambda: Deviceless(), "no attribute '__dlpack_device__'"),
     },
 }

@@ -25,10 +25,10 @@ BROKEN = {
     "of-tomorrow": ({"after": "Fake.api_version = 99"}, "version 99 of the backend contract"),
     "of-version-1": (
         {"after": "Fake.viewable = lambda self, x: True\nFake.on_host = lambda self, x: True"},
-        "version 1 of the backend contract, this polyattn version 2; install matching versions of acme-arrays and "
+        "version 1 of the backend contract, this polyattn has version 2; install matching versions of acme-arrays and "
         "polyattn, or replace viewable by shares(x); on_host by state(x).readable",
     ),
-    "misnamed": ({"called": "something-else"}, "calls itself 'something-else', its entry point 'misnamed'"),
+    "misnamed": ({"called": "something-else"}, "its backend is 'something-else', that of its entry point 'misnamed'"),
     "nameless": ({"after": "del Fake.name"}, "AttributeError"),
 }
 

@@ -56,7 +56,7 @@ def test_an_unknown_feature_is_told() -> None:
 
 def test_without_a_declaration_hooks_and_library_are_asked() -> None:
     backend = type("Silent", (NUMPY,), {"lacks": {}})()
-    assert feature_of(backend, "autograd") == (False, "its plugin leaves Backend.differentiable as it is")
+    assert feature_of(backend, "autograd") == (False, "its plugin does not override Backend.differentiable")
     assert feature_of(backend, "in_place") == (True, "")
     assert feature_of(backend, "float16") == (True, "")
     assert feature_of(backend, "float16", ready=False).present is None
@@ -68,7 +68,7 @@ def test_what_goes_wrong_when_a_library_is_asked_is_its_answer(monkeypatch: pyte
     monkeypatch.setattr(Modest, "state", lambda self, x: 1 / 0)
     found = features_of(backend)
     assert found.keys() == FEATURES.keys()
-    assert found["values"] == (None, "asking for it raised ZeroDivisionError: division by zero")
+    assert found["values"] == (None, "the test for it raised ZeroDivisionError: division by zero")
     assert found["float16"].present
 
 

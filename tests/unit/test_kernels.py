@@ -128,7 +128,7 @@ def test_explain_names_the_kernel_and_each_refusal(fussy: Fussy) -> None:
     q = np.ones((1, 2, 3), dtype=np.float32)
     found = pa.explain(q, q, q)
     assert found.kernel == "tiled"
-    assert found.refusals == {"fussy": "it is not causal", "plain": "it could, but tiled is chosen before it"}
+    assert found.refusals == {"fussy": "it is not causal", "plain": "supported, but tiled comes before it"}
     assert found.forward_flops == 2 * 2 * 2 * (3 + 3)
     assert found.bytes == 4 * 4 * 6
     assert "fussy: it is not causal" in str(found)

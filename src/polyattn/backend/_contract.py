@@ -1,4 +1,4 @@
-"""One array library, as polyattn sees it."""
+"""The contract between polyattn and an array library."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..kernels import Array, Kernel
 __all__ = ["API_VERSION", "READY", "ArrayState", "Backend", "Status"]
 
 API_VERSION = 2
-"""The version of this contract. A plugin that names another one is reported as broken, with what to change."""
+"""The version of this contract. A plugin of another version is reported as broken, with the changes to make."""
 
 
 @dataclass(frozen=True)
 class Status:
     """Whether a backend can be used here.
 
-    ``state`` is ``"ready"``; ``"not installed"`` where the library is missing;
-    ``"unavailable"`` where it is there and cannot be used. ``reason`` and
-    ``install`` (the exact command) are for people; ``version`` is the library's.
+    ``state`` is ``"ready"``, ``"not installed"`` if the library is missing, or
+    ``"unavailable"`` if it is installed and cannot be used. ``reason`` and
+    ``install`` (the exact command) are shown to users; ``version`` is the library's.
     """
 
     state: Literal["ready", "not installed", "unavailable"]
@@ -38,12 +38,12 @@ class Status:
 
 
 class ArrayState(NamedTuple):
-    """What can be done with an array besides computing with it."""
+    """Whether polyattn can compute with an array, move it to another library, and read its values."""
 
     unusable: str | None = None
     """Why polyattn cannot compute with it ("is masked", "is sparse"), or None."""
     captive: str | None = None
-    """Why it may not leave its library ("is being traced", "requires gradients"), or None."""
+    """Why it cannot be moved to another library ("is being traced", "requires gradients"), or None."""
     readable: bool = True
     """Whether its values can be read without waiting for a device or breaking a trace."""
 
@@ -52,31 +52,31 @@ READY = ArrayState()
 
 
 class Backend:
-    """One array library, as polyattn sees it. Subclass it, and give an instance to the entry point."""
+    """The interface to one array library. A plugin's entry point is an instance of a subclass."""
 
-    # ---- what every plugin says ------------------------------------------------------------------------------
+    # ---- what every plugin defines ---------------------------------------------------------------------------
 
     name: str
-    """The name under which users select it; compared without case, ``-`` and ``_`` alike."""
+    """The name by which users select it; case is ignored, and ``-`` equals ``_``."""
     api_version: int = API_VERSION
     array_modules: tuple[str, ...]
-    """Modules of the library's array types, ``("torch",)`` for instance; the first is the one to import.
+    """Modules of the library's array types, ``("torch",)`` for instance; the first one is imported.
 
-    Where that is a part of a package, ``("dask.array", "dask")``, the package follows it.
+    If that is a submodule, the package follows it: ``("dask.array", "dask")``.
     """
     install: str = ""
     """The exact command that installs the library."""
     lacks: ClassVar[Mapping[str, str]] = {}
-    """Which features of :data:`polyattn.backend.FEATURES` the library has not, each with the reason.
+    """The features of :data:`polyattn.backend.FEATURES` that the library lacks, each with the reason.
 
-    One that neither the library nor an unused hook tells of belongs here; of the others it may say why. The
-    conformance kit fails where the library has what is declared lacking, or lacks what is not.
+    A missing feature that polyattn cannot detect must be listed; for the others a reason may be given. The
+    conformance kit fails if the library has a feature that is listed, or lacks one that is not.
     """
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Which checks of the conformance kit the library is known to fail, each with the reason; one that passes fails."""
+    """Checks of the conformance kit that fail on the library, each with the reason. The kit fails if one passes."""
 
     def status(self) -> Status:
-        """Say whether the library can be used here: it is there, and importing it goes well. It must not raise."""
+        """Return whether the library is installed and can be imported, as a :class:`Status`. It must not raise."""
         module = self.array_modules[0]
         package = module.partition(".")[0]
         try:
@@ -91,8 +91,8 @@ class Backend:
     def devices(self) -> tuple[str, ...]:
         """Return the devices that this process can address, the default one first.
 
-        Names are shared between libraries, so that a device can be kept when an
-        array changes library: ``"cpu"`` is the host, ``"cuda:0"`` the first CUDA device.
+        All libraries use the same names, so that an array can keep its device when it
+        is converted: ``"cpu"`` is the host, ``"cuda:0"`` the first CUDA device.
         """
         return ("cpu",)
 
@@ -101,7 +101,7 @@ class Backend:
         raise NotImplementedError
 
     def owns(self, x: object) -> bool:
-        """Say whether ``x`` is an array of this library. Called only once one of ``array_modules`` is imported."""
+        """Return whether ``x`` is an array of this library. Called only if one of ``array_modules`` is imported."""
         raise NotImplementedError
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
@@ -109,13 +109,13 @@ class Backend:
 
         ``x`` is an array of this library, a NumPy array for which :meth:`shares`
         is true, or an array on a device that both libraries address. ``copy`` is
-        the standard's: True always, False never (ValueError where it cannot be
-        avoided), None where it must.
+        that of the standard: True always copies, False never (ValueError if a copy
+        is needed), None copies if needed.
         """
         raise NotImplementedError
 
     def device_of(self, x: Array) -> str | None:
-        """Return the name of the device that holds ``x``, as :meth:`devices` spells it; None where a trace hides it."""
+        """Return the name of the device that holds ``x``, as in :meth:`devices`; None if it is unknown in a trace."""
         return "cpu"
 
     def native_device(self, device: str | None) -> Any:
@@ -125,55 +125,55 @@ class Backend:
     # ---- conversion hooks ------------------------------------------------------------------------------------
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """Return ``x`` on the host, without a copy where it lies there; it may be read-only."""
+        """Return ``x`` as a NumPy array, without a copy if it is on the host; it may be read-only."""
         return np.asarray(np.from_dlpack(x))
 
     def shares(self, x: Array) -> bool:
-        """Say whether ``x`` crosses between this library and NumPy without a copy.
+        """Return whether ``x`` is converted between this library and NumPy without a copy.
 
-        ``x`` is an array of this library, whose memory :meth:`to_numpy` would show, or a NumPy array, whose memory
-        :meth:`asarray` would use. A NumPy array for which this is false is handed over as a packed copy.
+        ``x`` is an array of this library, to be converted by :meth:`to_numpy`, or a NumPy array, to be converted by
+        :meth:`asarray`. If this is false for a NumPy array, :meth:`asarray` receives a contiguous copy.
         """
         if isinstance(x, np.ndarray):
             return x.flags.c_contiguous and x.flags.aligned and x.flags.writeable and x.dtype.isnative
         return self.device_of(x) == "cpu"
 
     def dtype(self, name: str) -> Any:
-        """Return the library's dtype of that name; :class:`DTypeError` where it has none (or has it switched off)."""
+        """Return the library's dtype of that name; raise :class:`DTypeError` if it is missing or disabled."""
         dtype = getattr(self.namespace(), name, None)
         if dtype is None:
             raise DTypeError(f"{self.name} has no dtype {name!r}")
         return dtype
 
     def state(self, x: Array) -> ArrayState:
-        """Say what can be done with ``x``: compute with it, take it to another library, read its values."""
+        """Return whether polyattn can compute with ``x``, move it to another library, and read its values."""
         return READY
 
     # ---- computation hooks, each with a fallback that uses only the standard ------------------------------------
 
     kernels: Sequence[Kernel] = ()
-    """Attention kernels, the fastest first; the generic one stands behind them."""
+    """Attention kernels, the fastest first; the generic kernels follow them."""
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which native code runs: no autograd graph is recorded, no float warning is raised."""
+        """Return a context for native code, without an autograd graph and floating-point warnings."""
         return contextlib.nullcontext()
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function of arrays, dicts and tuples of arrays; the fallback is the function itself."""
+        """Compile a function of arrays, dicts and tuples of arrays; the fallback returns the function itself."""
         return function
 
     def register(self, kind: type) -> None:
-        """Let instances of a class cross the compiler's boundary; the fallback compiles nothing.
+        """Allow instances of a class as arguments and results of compiled functions; the fallback does nothing.
 
-        ``x.flattened()`` gives the arrays of an instance and a structure, which can be hashed and compared and has the
-        ``names`` of the arrays; ``kind.unflattened(structure, arrays)`` gives an instance.
+        ``x.flattened()`` returns the arrays of an instance and a structure, which is hashable and has the ``names`` of
+        the arrays; ``kind.unflattened(structure, arrays)`` returns an instance.
         """
 
     def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
-        """Return ``function(*arrays)``, of a function that treats every row for itself: the last ``axes`` axes.
+        """Return ``function(*arrays)`` for a function that computes each row, the last ``axes`` axes, independently.
 
-        The arrays have their other axes in common, and so has the result, an array or a tuple of them. So a
-        backend may give it some rows at a time.
+        The arrays have the same leading axes, as has the result, an array or a tuple of arrays. So a backend may
+        call the function for some rows at a time.
         """
         return function(*arrays)
 
@@ -193,10 +193,10 @@ class Backend:
         return if_true() if bool(predicate) else if_false()
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
-        """Return ``x`` with ``value`` written from ``start`` on along ``axis``; ``x`` may be reused for it.
+        """Return ``x`` with ``value`` written from ``start`` on along ``axis``; ``x`` may be modified and returned.
 
-        A one-dimensional ``start``, of NumPy's integers or traced, has one for each entry of the first axis. This
-        method writes those one by one, and returns ``x`` itself where each was written in place.
+        A one-dimensional ``start``, of NumPy integers or traced, has one index for each entry of the first axis. This
+        fallback writes the entries one by one, and returns ``x`` itself if all were written in place.
         """
         xp = self.namespace()
         if getattr(start, "ndim", 0) == 1:
@@ -213,7 +213,7 @@ class Backend:
         return xp.concat([head, value, tail], axis=axis)
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:
-        """Return ``x`` with ``value[i]`` added to row ``index[i]``, repeated rows summed."""
+        """Return ``x`` with ``value[i]`` added to row ``index[i]``; an index may occur more than once."""
         xp = self.namespace()
         rows = xp.arange(x.shape[0], dtype=index.dtype, device=self.native_device(self.device_of(x)))
         chosen = xp.astype(xp.equal(rows[:, None], index[None, :]), x.dtype)  # (rows, n)
@@ -223,13 +223,13 @@ class Backend:
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array] | None:
-        """Return ``y = op(*arrays)`` that the library's own differentiation can go through.
+        """Return a function ``y = op(*arrays)`` that the library's automatic differentiation can differentiate.
 
-        ``forward(*arrays)`` gives ``(y, saved)`` with ``saved`` a record, of which :func:`polyattn.backend.flatten`
-        gives the arrays; ``backward(dy, saved)`` gives a gradient or None for each array. Both are to be run in
-        :meth:`scope`. The fallback, None, is for a library that does not differentiate.
+        ``forward(*arrays)`` returns ``(y, saved)`` with ``saved`` a record, whose arrays
+        :func:`polyattn.backend.flatten` lists; ``backward(dy, saved)`` returns a gradient or None for each array. Run
+        both in :meth:`scope`. The fallback, None, is for libraries without automatic differentiation.
         """
         return None
 
     def synchronize(self, *arrays: Array) -> None:
-        """Wait until the arrays are computed. The fallback is for libraries that compute at once."""
+        """Wait until the arrays are computed. The fallback is for libraries that compute synchronously."""

@@ -1,9 +1,9 @@
 """Operations as triples of pure functions: ``op``, ``op_forward`` and ``op_backward``.
 
-``y = op(x)`` keeps nothing; ``y, cache = op_forward(x)`` keeps what the backward
-needs; ``op_backward(dy, cache)`` is a named tuple with a gradient for each
-argument, None for integers and for what was not given. One operation a file,
-its forward and its backward beside each other.
+``y = op(x)`` returns the result alone; ``y, cache = op_forward(x)`` also returns what the
+backward needs; ``op_backward(dy, cache)`` returns a named tuple with a gradient for each
+array argument, None for integers and absent arguments. Each operation has its own file,
+with its forward and its backward.
 """
 
 from __future__ import annotations

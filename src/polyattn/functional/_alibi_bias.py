@@ -1,4 +1,4 @@
-"""ALiBi: what makes the bias that attention adds by distance."""
+"""ALiBi: a bias linear in the distance of key and query."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def alibi_bias(num_heads: int, *, max_bias: float = 8.0) -> AlibiBias:
     Parameters
     ----------
     num_heads : int
-        H, the heads of the queries. Where it is no power of two, the slopes are those of the next lower power, then
-        every other one of the next higher, as the authors' code has it.
+        H, the number of query heads. If it is no power of two, the slopes are those of the next lower power, followed
+        by every other slope of the next higher power, as in the authors' code.
     max_bias : float
         The 8 in the exponent.
 
     Returns
     -------
     AlibiBias
-        A small object; ``slopes`` are its numbers.
+        A small object; its attribute ``slopes`` holds :math:`m_h`.
 
     Raises
     ------
     ArgumentError
-        If ``num_heads`` is no positive integer or ``max_bias`` no positive number. A number of heads that is not
-        the queries' is a ShapeError of the call.
+        If ``num_heads`` is no positive integer or ``max_bias`` no positive number. The attention call raises
+        ShapeError if the number of heads is not that of the queries.
 
     Notes
     -----
     Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length
-    extrapolation" (2022). There attention is causal; without ``causal`` the bias is the same on both sides.
+    extrapolation" (2022). There attention is causal; without ``causal`` the bias is symmetric in the distance.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The arguments of attention: checked, and divided into arrays and static arguments."""
+"""Checks of the arguments of attention, and their division into arrays and static arguments."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ._checks import expect_arrays, expect_floating, expect_one_dtype, expect_ra
 
 
 class Arguments(NamedTuple):
-    """The checked arguments of one attention call, both parts named like the fields of :class:`Problem`."""
+    """The checked arguments of an attention call; the keys of both parts are fields of :class:`Problem`."""
 
     arrays: dict[str, Array]
-    """The arrays that were given, q, k and v among them. ``bias`` is the table of a structured bias that has one."""
+    """The arrays that are not None, with q, k and v. ``bias`` is the table of a structured bias that has one."""
     options: dict[str, Any]
-    """What is static."""
+    """The static arguments."""
 
 
 def checked_call(q: Array, k: Array, v: Array, **arguments: Any) -> Arguments:
-    """Return the arrays and the static arguments of a call by name, or raise what is wrong with them."""
+    """Check the arguments of a call, and return its arrays and static arguments by name."""
     if v is None:
         expect_arrays(v=v)
     arrays, options = checked_options(checked_sizes(q, k, v), **arguments)
@@ -41,7 +41,7 @@ def checked_options(
     scale: float | None = None, softcap: float | None = None, sinks: Any = None, dropout: float = 0.0,
     seed: Any = None, kernel: str | None = None,
 ) -> Arguments:  # fmt: skip
-    """Return the arguments beside q, k and v for a problem of these sizes, or raise what is wrong with them."""
+    """Check the arguments other than q, k and v for these sizes, and return arrays and static arguments."""
     arrays: dict[str, Any] = {}
     options: dict[str, Any] = {
         "sizes": sizes, "causal": _checked_causal(causal), "scale": _checked_scale(scale, sizes.d_k), "kernel": kernel,
@@ -74,7 +74,7 @@ def make_problem(
     backend: Backend, q: Array, device: str | None, *, bias: Array | None = None,
     bias_structure: StructuredBias | None = None, **arguments: Any,
 ) -> Problem:  # fmt: skip
-    """Return the problem that a kernel computes, from native arrays and static arguments."""
+    """Return the attention problem of native arrays and static arguments."""
     if bias_structure is not None:
         arguments |= {"bias": bias_structure, "table": bias}
     elif bias is not None:
@@ -83,7 +83,7 @@ def make_problem(
 
 
 def expect_keywords(layer: str, arguments: dict[str, Any], *own: str) -> None:
-    """Require keyword arguments of a layer's call that attention takes too; ``own`` were settled with the layer."""
+    """Require that a layer's call has only attention's keyword arguments, without ``own``, which the layer sets."""
     for name in arguments:
         if name not in KEYWORDS or name in own:
             taken = ", ".join(keyword for keyword in KEYWORDS if keyword not in own)
@@ -94,7 +94,7 @@ KEYWORDS = tuple(inspect.signature(checked_options).parameters)[1:]
 
 
 def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
-    """Return the axis lengths, once they fit together. Without v, d_v is 0."""
+    """Check that q, k and v fit together, and return their axis lengths; d_v is 0 without v."""
     named = {"q": q, "k": k} | ({} if v is None else {"v": v})
     expect_one_dtype(**named)
     for name, x in named.items():
@@ -107,7 +107,7 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
         *v_batch, v_length, d_v = v.shape
         if v_length != n_k:
             raise ShapeError(f"v: expected (…, {n_k}, d_v) to match k's n_k={n_k}, got {tuple(v.shape)}")
-    # Two axes are one head.
+    # An array of two axes is one head.
     (*q_lead, heads), (*k_lead, kv_heads), (*v_lead, v_heads) = q_batch or [1], k_batch or [1], v_batch or [1]
     if v_heads != kv_heads:
         raise ShapeError(f"v: expected {kv_heads} heads like k, got {v_heads}")
@@ -117,7 +117,7 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
 
 
 def broadcast_lead(named: Mapping[str, Array], q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape to which the leading axes of q, k and v broadcast; ``named`` are the arrays for the message."""
+    """Return the broadcast shape of the leading axes of q, k and v; ``named`` holds the arrays for the message."""
     if q == k == v:
         return tuple(q)
     try:
@@ -176,7 +176,7 @@ def _checked_segments(segment_ids: Any, sizes: Sizes) -> tuple[Array, Array]:
 
 
 def static_integer(name: str, x: Any, shape: tuple[int, ...]) -> int | None:
-    """Return a Python integer, or None for an absent argument or an integer array that fits."""
+    """Return an argument as a Python integer, or None for None and for an integer array that fits ``shape``."""
     if x is None or type(x) is int:
         return x
     if hasattr(x, "dtype") and hasattr(x, "shape") and not _is_scalar(x):
@@ -197,7 +197,7 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _expect_lengths(key_lengths: Any, static: int | None, n_k: int) -> None:
-    """Check lengths whose values are at hand; elsewhere a key past the end does not exist, and none is added."""
+    """Check lengths that are readable on the host; otherwise a length beyond n_k has the effect of n_k."""
     if static is not None:
         low = high = static
     else:
@@ -211,10 +211,10 @@ def _expect_lengths(key_lengths: Any, static: int | None, n_k: int) -> None:
 
 
 def _checked_causal(causal: Any) -> bool:
-    # An array in its place may be meant as a mask.
+    # An array given as causal may be meant as a mask.
     if not isinstance(causal, int) and not _is_scalar(causal):
         raise ArgumentError(
-            f"causal: expected True or False, got {shown(causal)}; what may attend to what goes into mask="
+            f"causal: expected True or False, got {shown(causal)}; pass an array of allowed pairs as mask="
         )
     return bool(causal)
 
@@ -225,7 +225,7 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ArgumentError(f"window: expected a pair (left, right), None for unbounded, got {shown(window)}")
     if any(not isinstance(x, int) and hasattr(x, "dtype") and not _is_scalar(x) for x in window):
-        raise DTypeError("window: expected Python integers, got an array; what differs from row to row goes into mask=")
+        raise DTypeError("window: expected Python integers, got an array; limits of each row go into mask=")
     left, right = (None if side is None else static_integer("window", side, ()) for side in window)
     if any(side is not None and side < 0 for side in (left, right)):
         raise ArgumentError(f"window: expected distances that are not negative, got {shown(window)}")
@@ -252,7 +252,7 @@ def _checked_dropout(dropout: float, seed: Any) -> float:
     if not (is_number(dropout) and 0 <= dropout <= 1):
         raise ArgumentError(f"dropout: expected a probability from 0 to 1, got {shown(dropout)}")
     if 0 < dropout < 1 and seed is None:
-        raise ArgumentError("seed: expected an integer with dropout, since the same seed gives the same mask; got None")
+        raise ArgumentError("seed: expected an integer with dropout, which determines the dropped weights; got None")
     if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
-        raise ArgumentError(f"seed: expected an integer of 64 bits, got {seed}")
+        raise ArgumentError(f"seed: expected an integer of at most 64 bits, got {seed}")
     return float(dropout)

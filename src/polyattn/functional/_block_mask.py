@@ -1,4 +1,4 @@
-"""What makes a block-sparse mask from a grid of blocks."""
+"""Block-sparse attention masks from a grid of blocks."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ __all__ = ["block_mask"]
 def block_mask(blocks: Array, block_size: int | tuple[int, int]) -> BlockMask:
     """Return a mask of whole blocks, for the argument ``mask`` of :func:`polyattn.attention`.
 
-    Query i may attend to key j where ``blocks[…, i // B, j // B]`` is True. As the rows of any mask, those of this
-    one are the queries that are given, whatever ``q_offset`` is. Tiles without an allowed block are not computed.
+    Query i may attend to key j where ``blocks[…, i // B, j // B]`` is True. Row i is the i-th query of the call,
+    whatever ``q_offset`` is, as in any mask. Tiles without an allowed block are not computed.
 
     Parameters
     ----------
     blocks : boolean array (…, H, ⌈n_q / B⌉, ⌈n_k / B⌉)
-        Of any library; axes before the last two may be 1 or left out. It is read here and now, and copied: a traced
-        array has no values yet, and belongs into an array mask.
+        Of any library; axes before the last two may be 1 or left out. Its values are copied to the host at once, so
+        it must not be traced; expand a traced array to an ordinary mask.
     block_size : int or pair of int
-        B, or one of the queries and one of the keys. The last blocks may lie partly outside.
+        B, or one size for the queries and one for the keys. The last blocks may be incomplete.
 
     Returns
     -------
     BlockMask
-        A small object; ``&`` with another structured mask allows what both allow. Under a compiler, another mask
-        is another program.
+        A small object; ``&`` with another structured mask allows what both allow. A compiler compiles a new program
+        for each new mask.
 
     Raises
     ------
     DTypeError, ShapeError, ArgumentError
         If ``blocks`` is not boolean, has fewer than two axes or cannot be read, or a size is no positive integer.
-        Blocks that do not fit queries and keys are a ShapeError of the call.
+        The attention call raises ShapeError if the blocks do not fit its queries and keys.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def block_mask(blocks: Array, block_size: int | tuple[int, int]) -> BlockMask:
 
 @constant_result
 def _checked(blocks: Any, block_size: Any) -> tuple[tuple[int, ...], bytes, tuple[int, int]]:
-    """Return the shape of the grid, a bit for each block, and the two sizes."""
+    """Return the shape of the grid, its blocks as packed bits, and the two block sizes."""
     host = values_of("blocks", blocks)
     if host.dtype != np.bool_:
         raise DTypeError(f"blocks: expected booleans, True = may attend, got {host.dtype}")
@@ -72,7 +72,7 @@ def _checked(blocks: Any, block_size: Any) -> tuple[tuple[int, ...], bytes, tupl
 
 
 def values_of(name: str, x: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a static argument, an array of any library or numbers, on the host."""
+    """Return a static argument, an array of any library or numbers, as a NumPy array."""
     if not looks_like_array(x):
         try:
             return np.asarray(x)

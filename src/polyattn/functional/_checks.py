@@ -1,7 +1,7 @@
 """Checks of arguments, and the errors that they raise.
 
-``is_…`` answers a question; ``expect_…`` raises what is wrong with an argument; ``checked_…`` raises too, and returns
-the argument as it is used.
+``is_…`` returns a bool. ``expect_…`` raises if an argument is invalid. ``checked_…`` raises too, and returns the
+argument in the form in which it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..registry import looks_like_array
 
 
 class ShapeDtype(NamedTuple):
-    """The shape and dtype of an array that does not exist yet, or need not be looked at."""
+    """The shape and dtype of an array, without its values."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -32,12 +32,12 @@ FLOATING = frozenset(FLOAT_DTYPES)
 
 
 def is_floating(x: Array) -> bool:
-    """Say whether an array holds real floating-point numbers of a kind we compute with."""
+    """Return whether an array has one of the supported real floating dtypes."""
     return dtype_name(x.dtype) in FLOAT_DTYPES
 
 
 def is_integer(x: Array) -> bool:
-    """Say whether an array holds integers (booleans are none)."""
+    """Return whether an array holds integers; booleans do not count."""
     return dtype_name(x.dtype).removeprefix("u").startswith("int")
 
 
@@ -48,16 +48,16 @@ def expect_floating(**arrays: Array | None) -> None:
             raise DTypeError(f"{name}: expected a floating dtype ({', '.join(FLOAT_DTYPES)}), got {dtype}")
 
 
-def expect_dtype(dtype: str, whose: str, **arrays: Array | None) -> None:
-    """Require floating arrays of one given dtype: ``whose`` it is, the message says."""
+def expect_dtype(dtype: str, owner: str, **arrays: Array | None) -> None:
+    """Require floating arrays of the dtype of ``owner``, such as "the layer's", which the message names."""
     for name, found in _dtypes(arrays).items():
         if found != dtype:
             expect_floating(**{name: arrays[name]})
-            raise DTypeError(f"{name}: expected {dtype}, {whose} dtype, got {found}")
+            raise DTypeError(f"{name}: expected {dtype}, {owner} dtype, got {found}")
 
 
 def checked_dtype(dtype: Any) -> str:
-    """Return the name of a dtype that parameters and the like may have."""
+    """Return the name of a supported floating dtype, or raise."""
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
     if name not in FLOAT_DTYPES:
         raise DTypeError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {shown(dtype)}")
@@ -65,7 +65,7 @@ def checked_dtype(dtype: Any) -> str:
 
 
 def expect_one_dtype(**arrays: Array | None) -> None:
-    """Require floating arrays of one and the same dtype."""
+    """Require floating arrays of the same dtype."""
     dtypes = _dtypes(arrays)
     found = set(dtypes.values())
     if not found <= FLOATING:
@@ -81,7 +81,7 @@ def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
 
 
 def expect_rank(name: str, x: Array, rank: int) -> None:
-    """Require at least so many axes."""
+    """Require at least ``rank`` axes."""
     if not hasattr(x, "ndim"):
         raise _no_array(name, x)
     if x.ndim < rank:
@@ -90,25 +90,25 @@ def expect_rank(name: str, x: Array, rank: int) -> None:
 
 
 def expect_arrays(**arrays: Array) -> None:
-    """Require arrays, where nothing else is known of them yet."""
+    """Require arrays, of any library and dtype."""
     for name, x in arrays.items():
         if not looks_like_array(x):
             raise _no_array(name, x)
 
 
 def is_number(x: Any) -> bool:
-    """Say whether a static argument is a real number, Python's or NumPy's, and no boolean."""
+    """Return whether a static argument is a real number of Python or NumPy; booleans do not count."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def shown(x: Any) -> str:
-    """Return a wrong argument as a message shows it: as it is written where that is short, else its type."""
+    """Return an invalid argument as an error message shows it: its repr if that is short, else its type."""
     text = repr(x)
     return text if len(text) <= 40 and "\n" not in text else type(x).__name__
 
 
 def _dtypes(arrays: Mapping[str, Array | None]) -> dict[str, str]:
-    """Return the names of the dtypes of the arrays that are given; BackendMismatchError where one is no array."""
+    """Return the dtype names of the arrays that are not None; raise BackendMismatchError if one is no array."""
     dtypes = {}
     for name, x in arrays.items():
         if x is not None:

@@ -40,12 +40,13 @@ class Saved(NamedTuple):
 def forward(
     backend: Backend, logits: Array, labels: Array, weight: Array | None, *, ignore_index: int | None, reduction: str
 ) -> tuple[Array, Saved]:
-    """Return Σ hot · (log Σ exp(logits) − logits), hot the label's share of each class times its weight, reduced."""
+    """Return Σ hot · (log Σ exp(logits) − logits), reduced; hot is label probability · weight for each class."""
     xp = backend.namespace()
-    share = widen(xp, labels) if is_floating(labels) else _chosen(backend, logits, labels, ignore_index)  # (…, classes)
+    soft = is_floating(labels)
+    share = widen(xp, labels) if soft else _one_hot(backend, logits, labels, ignore_index)  # (…, classes)
     x = widen(xp, logits)
-    if not is_floating(labels):  # what stands in a row that does not count reaches nothing, in no derivative
-        x = xp.where(_counted(xp, share), x, xp.zeros_like(x))
+    if not soft:  # the logits of ignored rows must not reach any derivative
+        x = xp.where(_has_label(xp, share), x, xp.zeros_like(x))
     peak = xp.max(x, axis=-1, keepdims=True)  # (…, 1)
     log_total = xp.log(xp.sum(xp.exp(x - peak), axis=-1, keepdims=True))  # (…, 1)
     hot, _, total = _hot(xp, share, weight, x, reduction)
@@ -59,7 +60,7 @@ def forward(
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> CrossEntropyGrads:
-    """Return (softmax · Σ hot − hot) · dy for the logits; for the labels and the weight what multiplies them."""
+    """Return (softmax · Σ hot − hot) · dy for the logits; for labels and weight their factors in the loss, times dy."""
     xp = backend.namespace()
     x, peak, log_total, share, weight, loss, reduction = saved
     hot, unit, total = _hot(xp, share, weight, x, reduction)
@@ -71,29 +72,29 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> CrossEntropyGrads:
     dlogits = xp.multiply(p * xp.sum(hot, axis=-1, keepdims=True) - hot, dloss)  # (…, classes)
     zero, soft = xp.zeros_like(x), is_floating(share)
     if not soft:
-        dlogits = xp.where(_counted(xp, share), dlogits, zero)
+        dlogits = xp.where(_has_label(xp, share), dlogits, zero)
     dlogits = cast(xp, dlogits, dy.dtype)
     if weight is None and not soft:
         return CrossEntropyGrads(dlogits, None, None)
     cost, absent = _cost(xp, x, peak, log_total, hot)
     if not soft:
-        # The denominator of the mean, unit · total, depends on the weights, too.
+        # The denominator of the mean, unit · total, also depends on the weights.
         slope = (cost - loss) / total if reduction == "mean" else cost
         slope = xp.where(xp.logical_and(share, xp.logical_not(absent)), slope, zero)
-        dweight = _summed(xp, product(xp, slope, xp.ones_like(unit) / unit, dloss), weight)
+        dweight = _weight_gradient(xp, product(xp, slope, xp.ones_like(unit) / unit, dloss), weight)
         return CrossEntropyGrads(dlogits, None, dweight)
     slope = xp.where(absent, zero, cost / total if reduction == "mean" else cost)
     if weight is None:
         return CrossEntropyGrads(dlogits, cast(xp, xp.multiply(slope, dloss) * 4.0, dy.dtype), None)
     dlabels = product(xp, slope, xp.broadcast_to(cast(xp, weight, x.dtype), x.shape), dloss) * 4.0
-    dweight = _summed(xp, product(xp, slope, share, dloss), weight)
+    dweight = _weight_gradient(xp, product(xp, slope, share, dloss), weight)
     return CrossEntropyGrads(dlogits, cast(xp, dlabels, dy.dtype), dweight)
 
 
 def _hot(xp: Any, share: Array, weight: Array | None, x: Array, reduction: str) -> tuple[Array, Array, Array]:
-    """Return ``(hot, unit, total)``: how often each cost counts, and what ``unit · total`` of the mean divides by.
+    """Return ``(hot, unit, total)``: the factor of each class in the loss, and the mean's divisor ``unit · total``.
 
-    ``unit`` is about the largest weight that counts, so that the sum of all in units of it is finite.
+    ``unit`` is about the largest weight in use, so that the sum of the weights divided by it is finite.
     """
     weights = xp.ones_like(x) if weight is None else xp.broadcast_to(cast(xp, weight, x.dtype), x.shape)
     hot = weights * share if is_floating(share) else xp.where(share, weights, xp.zeros_like(x))  # (…, classes)
@@ -111,21 +112,21 @@ def _hot(xp: Any, share: Array, weight: Array | None, x: Array, reduction: str) 
 
 
 def _cost(xp: Any, x: Array, peak: Array, log_total: Array, hot: Array) -> tuple[Array, Array]:
-    """Return a quarter of −log softmax(x), which never overflows, and which classes are left out: −∞ and not hot.
+    """Return −log softmax(x) / 4, which never overflows, and a mask of excluded classes: logit −∞ and hot 0.
 
-    For these the cost is any finite number, so that its product with 0 and the derivatives of that are 0.
+    The cost of an excluded class is an arbitrary finite number, so that its product with 0 and the derivatives are 0.
     """
     absent = xp.logical_and(xp.equal(x, xp.full_like(x, -math.inf)), xp.equal(hot, xp.zeros_like(hot)))
     return (peak * 0.25 - xp.where(absent, peak, x) * 0.25) + log_total * 0.25, absent
 
 
-def _counted(xp: Any, share: Array) -> Array:
-    """Return which rows have a label, (…, 1)."""
+def _has_label(xp: Any, share: Array) -> Array:
+    """Return which rows have a valid label, (…, 1)."""
     return xp.any(share, axis=-1, keepdims=True)
 
 
-def _summed(xp: Any, quarter: Array, weight: Array) -> Array:
-    """Return the gradient of the weight, (classes,), from a quarter of what each row adds to it."""
+def _weight_gradient(xp: Any, quarter: Array, weight: Array) -> Array:
+    """Return the gradient of the weight, (classes,), from a quarter of each row's term."""
     return cast(xp, xp.sum(quarter, axis=tuple(range(quarter.ndim - 1))) * 4.0, weight.dtype)
 
 
@@ -144,23 +145,23 @@ def cross_entropy(
 
     .. math:: \ell_i = w_{y_i} \Bigl(\log \sum_c e^{x_{ic}} - x_{i y_i}\Bigr)
 
-    or, where a label is a share of each class, the sum of this over the classes, weighted by their shares.
+    With probabilities as labels it is the sum of this over the classes, weighted by their probabilities.
 
     Parameters
     ----------
     logits : array (…, classes)
         Floating; computed in float32 at least.
     labels : array (…) or (…, classes)
-        Integers below the number of classes, or ``ignore_index``; or probabilities, in the dtype of the
-        logits, which have a gradient. A class whose logit is −inf and whose probability is 0 is left out: it adds
-        nothing to the loss, and its own gradients are 0.
+        Integers from 0 to below ``classes``, or ``ignore_index``; or probabilities of the classes, in the dtype of
+        the logits, which have a gradient. A class with logit −inf and probability 0 is excluded: it adds nothing to
+        the loss, and its gradients are 0.
     weight : array (classes,), optional
         A weight for each class, in the dtype of the logits.
     ignore_index : int, optional
-        Samples with this label count for nothing, whatever their logits are.
+        Samples with this label are ignored, whatever their logits are.
     reduction : {"mean", "sum", "none"}
-        "mean" divides by the summed weights of the samples that count, or by the number of samples whose
-        labels are probabilities; where there is none, it is NaN.
+        "mean" divides by the sum of the weights of the samples that are not ignored; with probabilities as labels,
+        by the number of samples. It is NaN if that is 0.
 
     Returns
     -------
@@ -171,8 +172,8 @@ def cross_entropy(
     ------
     ShapeError, DTypeError, ArgumentError
         If the shapes do not fit; if the logits are not floating or the labels neither integers nor
-        probabilities; if a label is out of range (checked where the labels are at hand on the host;
-        elsewhere such a sample counts for nothing), ``reduction`` unknown, or ``ignore_index`` is given
+        probabilities; if a label is out of range (checked if the labels are readable on the host;
+        otherwise such a sample is ignored), ``reduction`` is unknown, or ``ignore_index`` is given
         with probabilities.
 
     Examples
@@ -201,10 +202,10 @@ def cross_entropy_backward(dy: Array, cache: Cache) -> CrossEntropyGrads:
     return run_backward(OPERATION, dy, cache, CrossEntropyGrads)
 
 
-def _chosen(backend: Backend, logits: Array, labels: Array, ignore_index: int | None) -> Array:
-    """Return which class each label names, (…, classes); no class where the label is out of range or ignored."""
+def _one_hot(backend: Backend, logits: Array, labels: Array, ignore_index: int | None) -> Array:
+    """Return the one-hot labels as booleans, (…, classes); all False where a label is out of range or ignored."""
     xp, classes = backend.namespace(), logits.shape[-1]
-    # A narrow type may not hold the number of classes, and not every library compares unsigned ones.
+    # A narrow dtype may not hold the number of classes, and not every library compares unsigned integers.
     labels = cast(xp, labels, xp.int64 if dtype_name(labels.dtype).endswith("64") else xp.int32)
     device = backend.native_device(backend.device_of(logits))
     chosen = xp.equal(labels[..., None], xp.arange(classes, dtype=labels.dtype, device=device))
@@ -241,7 +242,7 @@ def _check(
 
 
 def _are_probabilities(logits: Array, labels: Array) -> bool:
-    """Say whether labels are a share of each class, or raise if they are no integers either."""
+    """Return whether labels are probabilities; raise if they are neither probabilities nor integers."""
     if hasattr(labels, "dtype") and is_integer(labels):
         return False
     got = dtype_name(getattr(labels, "dtype", type(labels)))
@@ -249,21 +250,21 @@ def _are_probabilities(logits: Array, labels: Array) -> bool:
         raise DTypeError(f"labels: expected integers, or the dtype of the logits for probabilities, got {got}")
     if tuple(labels.shape) != tuple(logits.shape):
         raise DTypeError(
-            f"labels: expected integers, got {got}; probabilities would be of the logits' shape "
-            f"{tuple(logits.shape)}, and these are of {tuple(labels.shape)}"
+            f"labels: expected integers, got {got}; probabilities would have the logits' shape "
+            f"{tuple(logits.shape)}, these have {tuple(labels.shape)}"
         )
     expect_one_dtype(logits=logits, labels=labels)
     return True
 
 
 def _check_range(labels: Array, classes: int, ignore_index: int | None) -> None:
-    """Check labels whose values are at hand on the host."""
+    """Check the range of labels that are readable on the host."""
     backend = owner(labels, "labels")
     if not backend.state(labels).readable:
         return
     values = backend.to_numpy(labels)
-    counted = values if ignore_index is None else values[values != ignore_index]
-    wrong = counted[(counted < 0) | (counted >= classes)]
+    kept = values if ignore_index is None else values[values != ignore_index]
+    wrong = kept[(kept < 0) | (kept >= classes)]
     if wrong.size:
         ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
         raise ArgumentError(f"labels: expected integers in [0, {classes}){ignored}, got {int(wrong[0])}")

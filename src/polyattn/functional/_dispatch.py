@@ -1,8 +1,8 @@
 """How a call is dispatched: select a backend, move the arrays there, compute, move the results back.
 
 A public function of :mod:`polyattn.functional` validates its arguments and calls :func:`run`, :func:`run_with_cache`
-or :func:`run_backward`. Selection and conversion happen here, once; the native functions that are called here take
-arrays of one library.
+or :func:`run_backward`. Backend selection and conversion happen only here; the native functions that are called from
+here take arrays of one library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Operation(NamedTuple):
     """A pair of native functions.
 
     ``forward(backend, **arrays, **options)`` returns ``(y, saved)`` with ``saved`` a record;
-    ``backward(backend, dy, saved)`` returns a named tuple with a gradient, or None, for arrays by name.
+    ``backward(backend, dy, saved)`` returns a named tuple of gradients, with a field for each array; some may be None.
     """
 
     name: str
@@ -33,25 +33,25 @@ class Operation(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The arrays of a call where it is computed, and where they came from."""
+    """The arrays of a call on its compute device, that place, and the input device (``home``)."""
 
     arrays: dict[str, Any]
     place: Place
     home: Place
 
     def to_input_device(self, y: Array, name: str) -> Array:
-        """Return a result in the library and on the device of the inputs."""
+        """Return a result on the input device."""
         if self.place is self.home and y.ndim:
             return y
         native = self.place.backend
         device = self.place.device if native is self.home.backend else native.device_of(y)
-        return move(y, self.home, name=name, home=Place(native, device))
+        return move(y, self.home, name=name, source=Place(native, device))
 
 
 def run(
     operation: Operation, arrays: Arrays, options: Mapping[str, Any] | None = None, backend: str | None = None
 ) -> Array:
-    """Return the result of an operation, and keep nothing."""
+    """Return the result of an operation, without a cache."""
     placed = to_compute_device(arrays, backend)
     y = compute(placed.place.backend, operation.forward, operation.backward, placed.arrays, options or {})
     return placed.to_input_device(y, operation.name)
@@ -60,7 +60,7 @@ def run(
 def run_with_cache(
     operation: Operation, arrays: Arrays, options: Mapping[str, Any] | None = None, backend: str | None = None
 ) -> tuple[Array, Cache]:
-    """Return the result of an operation, and the cache for its backward."""
+    """Return the result of an operation and the cache for its backward."""
     placed = to_compute_device(arrays, backend)
     with placed.place.backend.scope():
         y, saved = operation.forward(placed.place.backend, **placed.arrays, **(options or {}))
@@ -70,7 +70,7 @@ def run_with_cache(
 def run_backward(
     operation: Operation, dy: Array, cache: Cache, grads: Callable[..., Grads], *, name: str = "dy", **more: Any
 ) -> Grads:
-    """Return the gradients of an operation's inputs, in their library; ``grads`` is the type of the result."""
+    """Return the gradients of an operation's inputs, on the input device, as the named tuple ``grads``."""
     expect_cache(cache, operation.name)
     dy, native = upstream(dy, cache.y_shape, cache.y_dtype, cache, name), cache.place.backend
     with native.scope():
@@ -82,9 +82,9 @@ def compute(
     native: Backend, forward: Callable[..., tuple[Array, Any]], backward: Callable[..., Any], arrays: Arrays,
     options: Mapping[str, Any],
 ) -> Array:  # fmt: skip
-    """Return a native forward's result; the library's own differentiation goes through the native backward.
+    """Return a native forward's result; the library's automatic differentiation uses the native backward.
 
-    ``backward(backend, dy, saved)`` gives gradients by name, for some or all of the arrays.
+    ``backward(backend, dy, saved)`` returns gradients by name, for some or all of the arrays.
     """
     names = tuple(arrays)
 
@@ -107,19 +107,22 @@ def compute(
 
 
 def to_compute_device(arrays: Arrays, backend: str | None = None) -> Placed:
-    """Select where a call is computed, and move its arrays there."""
+    """Select the compute device of a call, and move its arrays there."""
     home, place = places(arrays, backend)
     return Placed(dict(arrays), home, home) if place is home else moved(arrays, home, place)
 
 
 def places(arrays: Arrays, backend: str | None) -> tuple[Place, Place]:
-    """Return where the arrays of a call are, and where it is computed."""
+    """Return the input device and the compute device of a call."""
     home, selection = place_of(arrays), selected(backend)
     return home, home if selection is None else destination(home, selection.backend, selection.device)
 
 
 def to_bound_device(arrays: Arrays, bound: Bound, what: str, remedy: str) -> Placed:
-    """Move arrays to where a layer or a cache is bound, if it takes foreign ones; ``remedy`` has a place for theirs."""
+    """Move arrays to the place to which a layer or a key-value cache is bound, or raise if it does not move inputs.
+
+    ``remedy`` ends the error message; the name of the arrays' backend is formatted into it.
+    """
     home, place = place_of(arrays), bound.place
     foreign = home.backend is not place.backend or home.device not in (None, place.device)
     if foreign and not bound.moves_inputs:
@@ -131,24 +134,24 @@ def to_bound_device(arrays: Arrays, bound: Bound, what: str, remedy: str) -> Pla
 
 
 def moved(arrays: Arrays, home: Place, place: Place) -> Placed:
-    """Return the arrays of a call at a place."""
+    """Return the arrays of a call, moved from ``home`` to ``place``."""
     if place is home or place == home:
         return Placed(dict(arrays), home, home)
     native = home.backend
     there = {
-        name: None if x is None else move_argument(x, place, name=name, home=Place(native, native.device_of(x)))
+        name: None if x is None else move_argument(x, place, name=name, source=Place(native, native.device_of(x)))
         for name, x in arrays.items()
     }
     return Placed(there, place, home)
 
 
-# ---- what is left, and what comes back -----------------------------------------------------------------------------
+# ---- caches, upstream gradients, and results on the input device ---------------------------------------------------
 
 
 def finish(
     op: str, placed: Placed, y: Array, saved: Any, statistics: RowStatistics | None = None
 ) -> tuple[Array, Cache]:
-    """Return a native result in the inputs' library, and the cache for its backward."""
+    """Return a native result on the input device, and the cache for its backward."""
     wait(saved, placed.place, placed.home)
     kernel = getattr(saved, "kernel_name", None)
     cache = Cache(op, saved, placed.place, placed.home, tuple(y.shape), dtype_name(y.dtype), kernel, statistics)
@@ -156,37 +159,37 @@ def finish(
 
 
 def wait(record: Any, place: Place, home: Place) -> None:
-    """Wait for what stays where it was computed: until then it may still read memory of the caller's library."""
+    """Wait until the arrays of a record are computed: until then they may read memory of the inputs' library."""
     if place.backend is not home.backend:
         place.backend.synchronize(*flatten(record)[0])
 
 
 def upstream(dy: Array, shape: tuple[int, ...], dtype: str, cache: Cache, name: str) -> Array:
-    """Check the gradient of a result of that shape and dtype, and move it to where the backward is computed."""
+    """Check the upstream gradient of a result of that shape and dtype, and move it to the compute device."""
     here = place_of({name: dy})
     if here.backend is not cache.home.backend or (None not in (here.device, cache.home.device) and here != cache.home):
         raise BackendMismatchError(f"{name}: expected an array like the inputs, on {cache.home}, got one on {here}")
     expect_shape(name, dy, shape)
     if dtype_name(dy.dtype) != dtype:
         raise DTypeError(f"{name}: expected {dtype}, the result's dtype, got {dtype_name(dy.dtype)}")
-    return move(dy, cache.place, name=name, home=here)
+    return move(dy, cache.place, name=name, source=here)
 
 
 def to_home(grads: dict[str, Array | None], cache: Cache) -> dict[str, Array | None]:
-    """Return gradients by name in the library and on the device of the inputs."""
+    """Return gradients by name, moved to the input device."""
     if cache.place is cache.home and 0 not in [1 if dx is None else dx.ndim for dx in grads.values()]:
-        return grads  # a result without axes may be a NumPy scalar; it is converted to an array below
+        return grads  # a 0-d result may be a NumPy scalar, which is converted to an array below
     wait(tuple(grads.values()), cache.place, cache.home)
     return {name: None if dx is None else move(dx, cache.home, name=f"d{name}") for name, dx in grads.items()}
 
 
 def expect_cache(cache: Cache, op: str) -> None:
-    """Require the cache of an operation's own forward."""
+    """Require a cache from the forward of the operation ``op``."""
     if not isinstance(cache, Cache) or cache.op != op:
         got = f"the cache of {_forward_of(cache.op)}" if isinstance(cache, Cache) else type(cache).__name__
         raise BackendMismatchError(f"cache: expected the cache of {_forward_of(op)}, got {got}")
 
 
 def _forward_of(op: str) -> str:
-    """Return how the caller writes an operation's forward: a layer's, which has a class name, is a method."""
+    """Return the name of the forward for messages: a method for a layer, whose name is a class, else a function."""
     return f"{op}.forward" if op[0].isupper() else f"{op}_forward"

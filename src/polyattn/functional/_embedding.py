@@ -1,4 +1,4 @@
-"""The rows of a table, and the backward that adds them up."""
+"""Embedding lookup, and its backward, which sums the gradients of each row."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Saved(NamedTuple):
     rows: int
 
 
-def forward(backend: Backend, indices: Array, weight: Array, *, count: int, seen: bool) -> tuple[Array, Saved]:
-    """Return weight[indices]; zeros where an index is out of range and its value could not be seen before."""
+def forward(backend: Backend, indices: Array, weight: Array, *, count: int, in_range: bool) -> tuple[Array, Saved]:
+    """Return weight[indices], with zeros for indices out of range unless ``in_range`` says that there are none."""
     xp = backend.namespace()
-    # Not every library takes rows by every type of integer, or compares unsigned ones.
+    # Not every library indexes with every integer dtype, or compares unsigned integers.
     signed = cast(xp, indices, xp.int64 if dtype_name(indices.dtype).endswith("64") else xp.int32)
     index, inside = xp.reshape(signed, (math.prod(indices.shape),)), None  # (n,)
-    if not seen:
+    if not in_range:
         inside = xp.logical_and(xp.greater_equal(index, 0), xp.less(index, count))  # (n,)
         index = xp.where(inside, index, xp.zeros_like(index))
     rows = xp.take(weight, index, axis=0)  # (n, features)
@@ -47,7 +47,7 @@ def forward(backend: Backend, indices: Array, weight: Array, *, count: int, seen
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> EmbeddingGrads:
-    """Return the sum of dy over the places where each row was taken, in float32 at least."""
+    """Return for each row of the table the sum of dy over the indices that selected it, in float32 at least."""
     xp, (index, inside, count) = backend.namespace(), saved
     features = dy.shape[-1]
     drows = xp.reshape(widen(xp, dy), (index.shape[0], features))  # (n, features)
@@ -82,8 +82,8 @@ def embedding(indices: Array, weight: Array) -> Array:
     ------
     ShapeError, DTypeError, ArgumentError
         If ``weight`` is no floating table or ``indices`` are not integers; if an index is out of range
-        (checked where the indices are at hand on the host; elsewhere such an index gives zeros, and
-        moves no row).
+        (checked if the indices are readable on the host; otherwise such an index gives zeros, and no row has a
+        gradient from it).
 
     Examples
     --------
@@ -102,7 +102,7 @@ def embedding_forward(indices: Array, weight: Array) -> tuple[Array, Cache]:
 
 
 def embedding_backward(dy: Array, cache: Cache) -> EmbeddingGrads:
-    """Return for each row of the table the sum of dy over the places where it was taken."""
+    """Return for each row of the table the sum of dy over the indices that selected it."""
     return run_backward(OPERATION, dy, cache, EmbeddingGrads)
 
 
@@ -112,11 +112,11 @@ def _check(indices: Array, weight: Array) -> tuple[dict[str, Array], dict[str, A
     if weight.ndim != 2 or weight.shape[0] == 0:
         raise ShapeError(f"weight: expected (count, features) with at least one row, got {tuple(weight.shape)}")
     count = weight.shape[0]
-    return {"indices": indices, "weight": weight}, {"count": count, "seen": checked_indices(indices, count)}
+    return {"indices": indices, "weight": weight}, {"count": count, "in_range": checked_indices(indices, count)}
 
 
 def checked_indices(indices: Array, count: int, name: str = "indices") -> bool:
-    """Say whether the indices could be looked at; raise if they are no integers, or out of range as far as is seen."""
+    """Return whether the indices could be read and so are in range; raise if they are out of range or no integers."""
     if not hasattr(indices, "dtype") or not is_integer(indices):
         raise DTypeError(f"{name}: expected integers, got {dtype_name(getattr(indices, 'dtype', type(indices)))}")
     backend = owner(indices, name)

@@ -1,9 +1,9 @@
 """The complementary error function times exp(x²); the array API standard has no error function.
 
-W. J. Cody, "Rational Chebyshev approximations for the error function",
+float64: W. J. Cody, "Rational Chebyshev approximations for the error function",
 Mathematics of Computation 23 (1969): three rational functions, each accurate to
-float64's last digits on its own interval. float32 needs a third of that work: one
-polynomial for all x, fitted here to a relative error of 3.3e-8.
+float64's rounding on its own interval. float32: one polynomial for all x, fitted
+to a relative error of 3.3e-8, at a third of the cost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..backend import Array, dtype_name
 from ..kernels._static import constant
 
-# Numerators and denominators, the highest power first; a denominator's leading 1 is written out.
+# Coefficients of numerators and denominators, the highest power first, with the denominators' leading 1.
 SMALL = constant((  # of erf(x) / x in x², |x| ≤ 0.46875
     (1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2, 3.77485237685302021e2,
      3.20937758913846947e3),
@@ -34,7 +34,7 @@ LARGE = constant((  # of the remainder in 1/x², x ≥ 4
     (1.0, 2.56852019228982242e0, 1.87295284992346725e0, 5.27905102951428412e-1, 6.05183413124413191e-2,
      2.33520497626869185e-3),
 ))  # fmt: skip
-SINGLE = (  # of erfc(x) · exp(x²) / t in t = 1 / (1 + STEEPNESS · x), x ≥ 0, the least relative error
+SINGLE = (  # of erfc(x) · exp(x²) / t in t = 1 / (1 + STEEPNESS · x), x ≥ 0, fitted for the least relative error
     -4.14000112e-2, 1.90726597e-1, -3.0065278e-1, 1.42470178e-1, -2.23980314e-2, 1.19964311e-1, 1.75249341e-1,
     2.28271941e-1, 2.53883149e-1, 2.53885321e-1,
 )  # fmt: skip

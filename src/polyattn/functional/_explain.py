@@ -1,4 +1,4 @@
-"""What a call of attention would do: where, with which kernel and why, and how much work it is."""
+"""A report on an attention call without computing it: device, kernel, refused kernels, work and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found. ``refusals`` has every other kernel, with the reason why it would not run."""
+    """The result of :func:`explain`. ``refusals`` maps every other kernel to the reason why it would not run."""
 
     backend: str
     device: str | None
@@ -52,19 +52,19 @@ def explain(
     scale: float | None = None, softcap: float | None = None, sinks: Array | None = None, dropout: float = 0.0,
     seed: int | Array | None = None, backend: str | None = None, kernel: str | None = None,
 ) -> Explanation:  # fmt: skip
-    """Say what :func:`attention` would do with these arguments, without doing it or moving anything.
+    """Report what :func:`attention` would do with these arguments, without computing or moving anything.
 
     Returns
     -------
     Explanation
-        The kernel that would run, why each of the others would not, and the work as it would be without
-        skipping excluded scores: 2·(d_k + d_v) floating-point operations a score forward, and 2.5 times that
-        backward. ``print`` it.
+        The kernel that would run, the reason why each other kernel would not, and the work if no excluded score
+        is skipped: 2·(d_k + d_v) floating-point operations for each score in the forward, and 2.5 times that in the
+        backward. ``print`` shows it as text.
 
     Raises
     ------
     PolyattnError
-        Whatever :func:`attention` would raise for these arguments.
+        The error that :func:`attention` would raise for these arguments.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def explain(
     refusals = {}
     for candidate in candidates(place.backend.kernels):
         if candidate is not chosen:
-            refusals[candidate.name] = candidate.supports(problem) or f"it could, but {chosen.name} is chosen before it"
+            refusals[candidate.name] = candidate.supports(problem) or f"supported, but {chosen.name} comes before it"
     sizes = problem.sizes
     flops = 2 * math.prod(sizes.scores) * (sizes.d_k + sizes.d_v)
     results = math.prod(sizes.scores[:-1]) * sizes.d_v
@@ -98,7 +98,7 @@ def explain(
 
 
 def _moved(arrays: Mapping[str, Array], home: Place, place: Place) -> dict[str, Any]:
-    """Return the arrays as they would be at that place, without values, or raise what moving them would raise."""
+    """Return the shapes and dtypes of the arrays after a move to ``place``, or raise what the move would raise."""
 
     def moved(name: str, x: Array) -> ShapeDtype:
         permit(x, name, home, place)
@@ -107,6 +107,6 @@ def _moved(arrays: Mapping[str, Array], home: Place, place: Place) -> dict[str, 
         except DTypeError:
             if not is_integer(x):
                 raise
-            return ShapeDtype(tuple(x.shape), place.backend.dtype("int32"))  # to which they are narrowed
+            return ShapeDtype(tuple(x.shape), place.backend.dtype("int32"))  # the move narrows them to it
 
     return {name: moved(name, x) for name, x in arrays.items()}

@@ -1,4 +1,4 @@
-"""The linear unit gated by gelu, and its backward."""
+"""GEGLU, the linear unit gated by GELU, and its backward."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ OPERATION = Operation("geglu", forward, backward)
 def geglu(gate: Array, up: Array, *, approximate: str = "none") -> Array:
     r"""Return gelu(gate) · up, element by element: :math:`y = g \, \Phi(g) \, u`.
 
-    The halves come as two arrays. Where one projection makes both, split its
-    result: which half is the gate differs from model to model.
+    Gate and up projection are two arrays. If one projection computes both, split its
+    result: which half is the gate depends on the model.
 
     Parameters
     ----------
@@ -79,5 +79,5 @@ def geglu_forward(gate: Array, up: Array, *, approximate: str = "none") -> tuple
 
 
 def geglu_backward(dy: Array, cache: Cache) -> GegluGrads:
-    """Return dy · up · gelu′(gate) for the gate, and dy · gelu(gate) for what it gates."""
+    """Return dy · up · gelu′(gate) for the gate, and dy · gelu(gate) for up."""
     return run_backward(OPERATION, dy, cache, GegluGrads)

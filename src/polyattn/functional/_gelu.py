@@ -1,4 +1,4 @@
-"""The Gaussian error linear unit, exact and by tanh, and its backward."""
+"""The Gaussian error linear unit, exact or with the tanh approximation, and its backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 CUBIC = constant(0.044715)
 ROOT = constant(math.sqrt(2 / math.pi))
 ROOT_OF_TAU = constant(math.sqrt(2 * math.pi))
-FAR = constant(1e3)  # there tanh is ±1 to the last digit, and long has been
+FAR = constant(1e3)  # from here on tanh(u) rounds to ±1
 
 
 class GeluGrads(NamedTuple):
@@ -49,8 +49,8 @@ class Gelu:
 
     def __init__(self, xp: Any, x: Array) -> None:
         self.xp, self.x = xp, x
-        self.positive = xp.astype(xp.greater_equal(x, 0), x.dtype)  # a factor is faster than NumPy's where
-        self.size = xp.clip(x * (2 * self.positive - 1), -FAR(), FAR())  # |x|, of derivative 1 at 0
+        self.positive = xp.astype(xp.greater_equal(x, 0), x.dtype)  # multiplying by 0 or 1 is faster than NumPy's where
+        self.size = xp.clip(x * (2 * self.positive - 1), -FAR(), FAR())  # |x|, with derivative 1 at 0
         self.tail = normal_tail(xp, self.size)  # Φ(−|x|) / exp(−x² / 2)
         root = xp.exp(self.size * self.size * -0.125)
         self.bell_root = root * root  # √exp(−x² / 2)
@@ -62,13 +62,13 @@ class Gelu:
         return self.positive * self.x - self.size * self.tail * self.bell_root * other
 
     def slope(self) -> Array:
-        """Return the derivative divided by decay²: that at −|x| below 0, and 1 less that above."""
+        """Return the derivative divided by decay²; for x ≥ 0 the derivative is 1 minus that at −x."""
         below = self.tail - self.size / ROOT_OF_TAU()  # Φ(−|x|) − |x| · Φ′(x), divided by exp(−x² / 2)
         return self.positive + (1 - self.positive * (1 + self.bell_root * self.bell_root)) * below
 
 
 class GeluTanh:
-    """x · (1 + tanh(u)) / 2 = x · σ(2u) with u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) cancels where x < 0."""
+    """x · (1 + tanh(u)) / 2 = x · σ(2u) with u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) itself cancels for x < 0."""
 
     def __init__(self, xp: Any, x: Array) -> None:
         self.x, self.near = x, xp.clip(x, -FAR(), FAR())  # the cube of near stays finite
@@ -129,12 +129,12 @@ def gelu_forward(x: Array, *, approximate: str = "none") -> tuple[Array, Cache]:
 
 
 def gelu_backward(dy: Array, cache: Cache) -> GeluGrads:
-    """Return dy · (Φ(x) + x Φ′(x)), Φ as the forward took it."""
+    """Return dy · (Φ(x) + x Φ′(x)), with the forward's Φ."""
     return run_backward(OPERATION, dy, cache, GeluGrads)
 
 
 def checked_approximate(approximate: str) -> dict[str, str]:
-    """Return which of the two Φ is meant as a static argument."""
+    """Check ``approximate``, and return it as a static argument."""
     if approximate not in ("none", "tanh"):
         raise ArgumentError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
     return {"approximate": approximate}

@@ -39,7 +39,7 @@ def forward(
     xp, (_, last, n) = backend.namespace(), trailing(x, axes)
 
     def centred(x: Array) -> Array:
-        # Twice: the mean of a row far from zero is rounded, and the second pass takes that error out again.
+        # Twice: the first mean of a row far from zero has a rounding error, which the second pass subtracts.
         for _ in range(2):
             x = x - xp.sum(x, axis=last, keepdims=True) / n
         return x
@@ -97,15 +97,15 @@ def layer_norm(
     Parameters
     ----------
     x : array (…, features…)
-        Floating. The statistics are taken in float32 at least, with the biased
-        variance, and re-centred: rows far from zero come out right.
+        Floating. Mean and (biased) variance are computed in float32 at least, and
+        the mean is subtracted twice, so that rows far from zero are accurate.
     weight, bias : array (features…), optional
         Gain and shift, of the dtype of ``x``.
     eps : float
         Added to the variance, inside the root.
     axes : int
-        How many of the last axes are normalised together; ``features`` are their lengths.
-        torch's ``normalized_shape`` has so many entries, and ONNX's ``axis`` is ``-axes``.
+        The number of trailing axes that are normalised together, with lengths ``features``.
+        It is the length of torch's ``normalized_shape``, and ONNX's ``axis`` is ``-axes``.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def layer_norm(
     Raises
     ------
     ShapeError, DTypeError, ArgumentError
-        If the shapes do not fit or ``x`` has not so many axes, the dtypes differ or are not
+        If the shapes do not fit or ``x`` has fewer axes than ``axes``, the dtypes differ or are not
         floating, or ``eps`` is negative.
 
     Notes

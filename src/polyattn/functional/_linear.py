@@ -1,4 +1,4 @@
-"""The affine map and its backward."""
+"""The linear (affine) map and its backward."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def backward(backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True) 
 
 
 def _product(backend: Backend, a: Array, b: Array, shift: Array | None = None) -> Array:
-    """Return a b + shift, and where a sum in it overflows, the same of smaller factors.
+    """Return a b + shift; where a sum overflows, it is computed again from factors that are scaled down.
 
-    A second product costs as much as the first: where no value shows whether it is needed, it is not made.
+    The second product costs as much as the first, so it is left out where the values cannot be read.
     """
     xp = backend.namespace()
     y = xp.matmul(a, b)
@@ -74,7 +74,7 @@ def _product(backend: Backend, a: Array, b: Array, shift: Array | None = None) -
 
 
 def _rows(xp: Any, x: Array) -> Array:
-    """(…, features) → (rows, features): one product of matrices, where three axes are a product for each item."""
+    """(…, features) → (rows, features), for one matrix product instead of one for each entry of the batch."""
     return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 

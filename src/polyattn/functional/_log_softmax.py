@@ -44,7 +44,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> LogSoftmaxGrads:
         dx = dy_ - p * xp.sum(dy_, axis=axis, keepdims=True)
         return dx, xp.isfinite(xp.sum(dx))
 
-    def halved() -> Array:  # with the mean of dy in place of its sum: neither may overflow
+    def halved() -> Array:  # with dy / 2, and the mean of dy in place of its sum, which may overflow
         return (dy_ * 0.5 - p * (0.5 * n) * (xp.sum(dy_ * (1.0 / n), axis=axis, keepdims=True))) * 2.0
 
     return LogSoftmaxGrads(cast(xp, choose(backend, dy, plain, halved), dy.dtype))
@@ -67,7 +67,7 @@ def log_softmax(x: Array, *, axis: int = -1) -> Array:
     -------
     array
         Of the shape and dtype of ``x``; finite also where softmax underflows to zero.
-        A slice that is −inf throughout gives NaN, as softmax does.
+        A slice of −inf only gives NaN, as in softmax.
 
     Raises
     ------

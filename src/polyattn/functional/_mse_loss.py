@@ -22,7 +22,7 @@ class MSELossGrads(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward needs: the difference divided by ``unit``, (), which is 1 unless squares overflow."""
+    """What the backward needs: the difference divided by ``unit``, (), which is 1 unless the squares overflow."""
 
     difference: Array
     unit: Array
@@ -41,7 +41,7 @@ def forward(backend: Backend, prediction: Array, target: Array) -> tuple[Array, 
     def scaled() -> tuple[Array, Array, Array]:
         difference = prediction_ / 4 - target_ / 4
         peak = xp.max(xp.abs(difference)) if math.prod(difference.shape) else xp.sum(difference)
-        # Small differences keep their unit, so that none of them becomes 0.
+        # The unit is at least 1, so that no small difference is scaled to 0.
         unit = xp.where(xp.greater(peak, xp.ones_like(peak)), unit_of(xp, peak), xp.ones_like(peak))
         ratio = difference / unit
         return xp.sum(ratio * ratio) / math.prod(ratio.shape) * unit * 4 * unit * 4, difference, xp.full_like(peak, 4)
@@ -73,7 +73,7 @@ def mse_loss(prediction: Array, target: Array) -> Array:
     Returns
     -------
     array ()
-        In the inputs' dtype; the sum is taken in float32 at least.
+        In the inputs' dtype; the sum is computed in float32 at least.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the normalisations share: their axes, the division by the root and its gradient, the check of arguments."""
+"""Common parts of layer norm and RMS norm: axes, division by the root and its gradient, checks of arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._range import half_power, largest, low, product
 
 
 def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the axes before the last so many, these counted from the end, and their number of elements, 1 for none."""
+    """Return the leading axes, the last ``axes`` axes, and the number of elements along these, at least 1."""
     lead = x.ndim - axes
     return tuple(range(lead)), tuple(range(-axes, 0)), max(math.prod(x.shape[lead:]), 1)
 
@@ -24,7 +24,7 @@ def trailing(x: Array, axes: int) -> tuple[tuple[int, ...], tuple[int, ...], int
 def by_rows(
     backend: Backend, formula: Callable[..., Any], in_range: Callable[..., Array], *arrays: Array, axes: int
 ) -> Any:
-    """Return the results of a formula by rows; of the scaled one unless ``in_range`` of the results holds."""
+    """Return the formula's results, computed by rows; those of its scaled form unless ``in_range(*results)`` holds."""
     if backend.state(arrays[0]).readable:
         results = backend.by_rows(formula, *arrays, axes=axes)
         if bool(backend.namespace().all(in_range(*results))):
@@ -49,15 +49,15 @@ def normalised(
     c = centred(x * scale)
     root = xp.sqrt(xp.sum(c * c, axis=last, keepdims=True) / n + (least * scale) * (least * scale))  # (…, 1)
     limits = xp.finfo(root.dtype)
-    # Where c is 0, eps alone keeps the root from it, and in these units eps may vanish.
+    # Where c is 0, the root is √eps, which may underflow to 0 after scaling.
     xhat = c / (xp.maximum(root, xp.full_like(root, float(limits.smallest_normal))) if eps > 0 else root)
-    # A root of equal numbers may be rounded up.
+    # The root of equal numbers close to the largest one may round up to infinity.
     bound = xp.full_like(root, float(limits.max))
     return xhat, xp.minimum(xp.maximum(root / scale, least), bound)
 
 
 def root_in_range(xp: Any, eps: float, *results: Array) -> Array:
-    """Say where no square in the last result, a root √(mean(c²) + eps), has overflowed or vanished."""
+    """Return where no square in the last result, a root √(mean(c²) + eps), has overflowed or underflowed."""
     root = results[-1]
     least = low(xp, root)
     below = xp.less_equal(root, 1 / least)
@@ -65,7 +65,7 @@ def root_in_range(xp: Any, eps: float, *results: Array) -> Array:
 
 
 def quotient(backend: Backend, x: Array, root: Array, *, scaled: bool) -> Array:
-    """Return x / root; ``scaled`` if a library may make of it x · (1 / root) where 1 / root is too small for it."""
+    """Return x / root. ``scaled`` is for libraries that compute x · (1 / root) although 1 / root underflows."""
     if not scaled:
         return x / root
     half = half_power(backend, root)
@@ -95,26 +95,26 @@ def norm_gradient(
 
 
 def means_in_range(xp: Any, size: Array, root: Array) -> Array:
-    """Say where no product in a gradient has overflowed, or has vanished and would come back divided by the root."""
-    # Zero is no product that vanished, or one that the root does not bring back.
+    """Return where no product in a gradient has overflowed, nor underflowed before the division by a small root."""
+    # A size of exactly 0 is fine: no product underflowed, or the quotient is negligible as well.
     enough = xp.logical_or(xp.greater_equal(size, low(xp, size) ** 2), xp.equal(size, 0))
     below = xp.less_equal(size, low(xp, size) ** -2)
     return xp.logical_and(below, xp.logical_and(enough, inverse_in_range(xp, root)))
 
 
 def inverse_in_range(xp: Any, root: Array) -> Array:
-    """Say where a root magnifies nothing that has vanished, and its inverse is a number as well."""
+    """Return where a root does not magnify underflowed products, and its inverse is a normal number."""
     return xp.logical_and(xp.greater_equal(root, 2.0**-16), xp.less_equal(root, 2.0**48))
 
 
 def checked_norm(
     x: Array, eps: float, axes: int, **parameters: Array | None
 ) -> tuple[dict[str, Array | None], dict[str, Any]]:
-    """Return the arrays by name and the static arguments of a normalisation, or raise what is wrong with them."""
+    """Check the arguments of a normalisation, and return its arrays by name and its static arguments."""
     expect_one_dtype(x=x, **parameters)
     expect_rank("x", x, 1)
     if isinstance(axes, bool) or not isinstance(axes, numbers.Integral) or not 1 <= axes <= x.ndim:
-        raise ShapeError(f"axes: expected how many of the last axes of x, from 1 to {x.ndim}, got {shown(axes)}")
+        raise ShapeError(f"axes: expected a number of last axes of x, from 1 to {x.ndim}, got {shown(axes)}")
     for name, parameter in parameters.items():
         if parameter is not None:
             expect_shape(name, parameter, tuple(x.shape[x.ndim - axes :]))
@@ -122,7 +122,7 @@ def checked_norm(
 
 
 def checked_eps(eps: float) -> float:
-    """Return what is added inside the root."""
+    """Check ``eps``, and return it as a float."""
     if not is_number(eps) or not eps >= 0:
         raise ArgumentError(f"eps: expected a number that is not negative, got {shown(eps)}")
     return float(eps)

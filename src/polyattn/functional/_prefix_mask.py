@@ -1,4 +1,4 @@
-"""What makes the mask of a prefix language model."""
+"""The attention mask of a prefix language model."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["prefix_mask"]
 def prefix_mask(length: int | Array) -> PrefixMask:
     """Return the mask of a prefix language model, for the argument ``mask`` of :func:`polyattn.attention`.
 
-    A query sees the keys of the prefix, ``j < length``, and those at positions up to its own,
-    ``j ≤ i + q_offset``: everything sees the whole prefix, and what follows it is causal. ``causal`` stays False,
-    since it would exclude later keys of the prefix again.
+    A query may attend to the keys of the prefix, ``j < length``, and to the keys up to its own position,
+    ``j ≤ i + q_offset``: every query sees the whole prefix, and attention is causal after it. Leave ``causal`` False,
+    since it would exclude later keys of the prefix.
 
     Parameters
     ----------
     length : int or integers
-        How many keys the prefix has, for each batch entry if an array, whose shape broadcasts to the axes before the
-        heads. It is read here and now: a traced array has no values yet.
+        The number of keys in the prefix. An array has one for each batch entry, and broadcasts to the axes before
+        the heads; its values are read at once, so it must not be traced.
 
     Returns
     -------
     PrefixMask
-        A small object; ``&`` with another structured mask allows what both allow. Under a compiler, another length
-        is another program.
+        A small object; ``&`` with another structured mask allows what both allow. A compiler compiles a new program
+        for each new length.
 
     Raises
     ------
     DTypeError, ArgumentError
-        If a length is no integer, is negative, or cannot be read. Lengths that do not fit the batch are a ShapeError
-        of the call.
+        If a length is no integer, is negative, or cannot be read. The attention call raises ShapeError if the
+        lengths do not fit its batch.
 
     Notes
     -----
@@ -60,7 +60,7 @@ def prefix_mask(length: int | Array) -> PrefixMask:
 
 @constant_result
 def _checked(length: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the lengths and the shape that they have."""
+    """Return the lengths in a flat tuple, and their shape."""
     host = values_of("length", length)
     if host.dtype.kind not in "iu":
         raise DTypeError(f"length: expected an integer or integers, got {host.dtype}")

@@ -1,8 +1,8 @@
 """Scaling by powers of two, which keeps the sums and products of a formula inside the range of its dtype.
 
-A power of two loses no digit. Where values can be inspected (``Backend.state(x).readable``), the plain formula comes
-first, and the scaled one only where a cheap statistic of the plain one says that something left the range. Elsewhere,
-in a trace or on a device, that would break the trace or wait for the device: the scaled formula is always taken.
+Scaling by a power of two is exact. If values can be read (``Backend.state(x).readable``), the plain formula is computed
+first, and the scaled one only if a cheap statistic of the plain result shows an overflow or underflow. Reading a value
+would break a trace or wait for a device: there the scaled formula is always computed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from ..backend import Array, Backend, dtype_name
 from ..kernels._static import constant_result
 
 COUNT = 7
-"""How many powers :func:`half_power` has above 1, and how many below."""
+"""The number of powers above 1, and of powers below 1, among which :func:`half_power` chooses."""
 
 
 def step(x: Array) -> int:
-    """Return the binary orders of magnitude from one power to the next: an eighth of those above 1."""
+    """Return the difference of the exponents of neighbouring powers: an eighth of the largest exponent of the dtype."""
     return 128 if dtype_name(x.dtype) == "float64" else 16
 
 
 def low(xp: Any, x: Array) -> float:
-    """Return a number whose square is a normal one by far, and so is that of its inverse."""
+    """Return a small number whose square, and the square of its inverse, are far inside the normal range."""
     return 2.0**-384 if x.dtype == xp.float64 else 2.0**-48
 
 
 def largest(xp: Any, x: Array, axes: tuple[int, ...]) -> Array:
-    """Return the largest magnitude along some axes, which are kept; 0 where there is nothing."""
+    """Return the largest magnitude along ``axes``, keeping dimensions; 0 for an empty array."""
     size = xp.abs(x)
     reduce = xp.sum if 0 in x.shape else xp.max
     return reduce(size, axis=axes, keepdims=True)
@@ -38,12 +38,12 @@ def largest(xp: Any, x: Array, axes: tuple[int, ...]) -> Array:
 def half_power(backend: Backend, size: Array) -> Array:
     """Return h, a power of two for each of (…, 1), so that size · h² lies between 2⁻¹⁶ and 2¹⁶ (float64: 2^∓128).
 
-    It is 1 where the size lies there itself. Subnormal sizes stay below. No derivative goes through h: it is made of
-    constants and comparisons. The constants are made on the device: a copy from the host would wait for it.
+    h is 1 where the size is in that interval already. Subnormal sizes stay below it. h has no derivative, since it is
+    computed from constants and comparisons. The constants are created on the device, without a copy from the host.
     """
     xp, device = backend.namespace(), backend.native_device(backend.device_of(size))
     order = xp.arange(2 * COUNT, dtype=size.dtype, device=device) - (COUNT - 0.5)
-    bounds = xp.exp(order * (step(size) * math.log(2)))  # (14,), 2⁻¹⁰⁴ to 2¹⁰⁴, and need not be exact
+    bounds = xp.exp(order * (step(size) * math.log(2)))  # (14,), 2⁻¹⁰⁴ to 2¹⁰⁴, not necessarily exact
     half = 2.0 ** (step(size) // 2)
     factors = xp.where(xp.greater_equal(size, bounds), xp.full_like(bounds, 1 / half), xp.ones_like(bounds))  # (…, 14)
     return xp.prod(factors, axis=-1, keepdims=True) * half**COUNT  # (…, 1)
@@ -62,21 +62,21 @@ def product(xp: Any, a: Array, b: Array, x: Array) -> Array:
 
 @constant_result
 def largest_unit(dtype: str) -> float:
-    """Return the largest power of two whose reciprocal is normal: some libraries divide by multiplying with that."""
+    """Return the largest power of two with a normal reciprocal: some libraries divide by multiplying with that."""
     return {"float32": 2.0**126, "float64": 2.0**1022}[dtype]
 
 
 def unit_of(xp: Any, peak: Array) -> Array:
-    """Return what to divide numbers by so that the largest magnitude, ``peak``, becomes 1 to 4; 1 for 0, ∞, NaN."""
+    """Return a divisor that scales the largest magnitude, ``peak``, to 1 to 4; it is 1 for 0, ∞ and NaN."""
     usable = xp.logical_and(xp.greater(peak, xp.zeros_like(peak)), xp.isfinite(peak))
     largest = xp.full_like(peak, largest_unit(dtype_name(peak.dtype)))
     return xp.where(usable, xp.minimum(peak, largest), xp.ones_like(peak))
 
 
 def choose(backend: Backend, x: Array, plain: Callable[[], tuple[Any, Array]], scaled: Callable[[], Any]) -> Any:
-    """Return the result of ``plain()`` if what it returns beside it holds everywhere, else ``scaled()``.
+    """Return ``result`` of ``result, in_range = plain()`` if in_range holds everywhere, else ``scaled()``.
 
-    Where the values of x cannot be inspected, it is always the latter.
+    If the values of x cannot be read, return ``scaled()`` always.
     """
     if not backend.state(x).readable:
         return scaled()
@@ -85,16 +85,16 @@ def choose(backend: Backend, x: Array, plain: Callable[[], tuple[Any, Array]], s
 
 
 def shrink(x: Array) -> float:
-    """Return a power of two that leaves room for products of any two numbers, and for sums of many of these."""
+    """Return a power of two by which two factors are scaled so that no sum of many products of them overflows."""
     return 2.0 ** (-5 * step(x))
 
 
 def apply_linear(
     backend: Backend, function: Callable[[Array], Array], x: Array, *, only_on_host: bool = False
 ) -> Array:
-    """Return ``function(x)``, which is linear; where a sum in it overflows, it is taken of a smaller x.
+    """Return ``function(x)`` for a linear function; where a sum overflows, it is computed again from a scaled-down x.
 
-    A trace computes both. With ``only_on_host``, for a function that costs too much for that, it has the first alone.
+    A trace computes both. ``only_on_host`` is for expensive functions: a trace then computes the first alone.
     """
     xp, y = backend.namespace(), function(x)
     if bool(xp.isfinite(xp.sum(y))) if backend.state(y).readable else only_on_host:

@@ -1,4 +1,4 @@
-"""T5's relative positions: what makes the bias that attention reads from a table by distance."""
+"""T5's relative position bias, read from a learnt table by the distance of key and query."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def relative_position_bias(
 
     .. math:: \mathrm{bias}_{hij} = \mathrm{table}[\mathrm{bucket}(p_j - p_i), h]
 
-    with the positions :math:`p_j = j` of keys and :math:`p_i = i + \mathtt{q\_offset}` of queries. Each of the near
-    distances has a bucket of its own; the buckets of the others widen with the logarithm, and the last holds all
-    from ``max_distance`` on and some before. It is computed tile by tile; the gradient of ``bias`` that
-    :func:`polyattn.functional.attention_backward` gives is the table's.
+    with the positions :math:`p_j = j` of keys and :math:`p_i = i + \mathtt{q\_offset}` of queries. Each short
+    distance has its own bucket; longer distances share buckets on a logarithmic scale, and the last bucket holds all
+    distances from ``max_distance`` on and some shorter ones. The bias is computed tile by tile. The gradient
+    ``bias`` of :func:`polyattn.functional.attention_backward` is that of the table.
 
     Parameters
     ----------
     table : floating array (buckets, H)
-        The value of every bucket for every head of the queries, of the library of q. −inf excludes.
+        The value of each bucket for each query head, of the library of q. −inf excludes a pair.
     bidirectional : bool
-        Whether keys after the query have the second half of the buckets, as in an encoder; else they have the
-        bucket of distance 0, as in a decoder, where causality excludes them.
+        If True, keys after the query use the second half of the buckets, as in an encoder. If False, they use the
+        bucket of distance 0, as in a decoder, where a causal mask excludes them.
     max_distance : int
-        Where the buckets end.
+        The distance from which all distances share the last bucket.
 
     Returns
     -------
@@ -41,16 +41,16 @@ def relative_position_bias(
     Raises
     ------
     BackendMismatchError, DTypeError, ShapeError
-        If ``table`` is no floating array of two axes, has fewer than 2 buckets, or, bidirectional, fewer than 4 or
-        an odd number. A number of heads that is not the queries' is a ShapeError of the call.
+        If ``table`` is no floating array of two axes, has fewer than 2 buckets, or, if bidirectional, fewer than 4
+        or an odd number. The attention call raises ShapeError if the number of heads is not that of the queries.
     ArgumentError
-        If ``max_distance`` is not beyond the near distances.
+        If ``max_distance`` is not longer than the distances with their own bucket.
 
     Notes
     -----
     Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer" (2020),
-    section 2.1. Where a bucket ends is computed in integers, so that no library rounds it otherwise. T5 itself
-    attends with ``scale=1``.
+    section 2.1. The bounds of the buckets are computed in integers, so that they do not depend on a library's
+    rounding. T5 itself uses ``scale=1``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The rectifier and its backward."""
+"""The rectified linear unit and its backward."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Saved(NamedTuple):
 
 
 def forward(backend: Backend, x: Array) -> tuple[Array, Saved]:
-    """Return x where it is not below zero; a NaN stays one."""
+    """Return max(x, 0); NaN stays NaN."""
     xp = backend.namespace()
     return xp.where(xp.less_equal(x, 0), xp.zeros_like(x), x), Saved(xp.greater(x, 0))
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> ReluGrads:
-    """Pass the gradient where x was above zero."""
+    """Return dy where x > 0, else 0."""
     xp, (positive,) = backend.namespace(), saved
     return ReluGrads(xp.where(positive, dy, xp.zeros_like(dy)))
 

@@ -98,14 +98,14 @@ def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: 
     Parameters
     ----------
     x : array (…, features…)
-        Floating. The mean is taken in float32 at least.
+        Floating. The mean is computed in float32 at least.
     weight : array (features…), optional
         Gain, of the dtype of ``x``.
     eps : float
-        Added to the mean square, inside the root. (torch takes the machine epsilon where it is given none.)
+        Added to the mean square, inside the root. (torch's default is the machine epsilon.)
     axes : int
-        How many of the last axes are normalised together; ``features`` are their lengths.
-        torch's ``normalized_shape`` has so many entries, and ONNX's ``axis`` is ``-axes``.
+        The number of trailing axes that are normalised together, with lengths ``features``.
+        It is the length of torch's ``normalized_shape``, and ONNX's ``axis`` is ``-axes``.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def rms_norm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, axes: 
     Raises
     ------
     ShapeError, DTypeError, ArgumentError
-        If the shapes do not fit or ``x`` has not so many axes, the dtypes differ or are not
+        If the shapes do not fit or ``x`` has fewer axes than ``axes``, the dtypes differ or are not
         floating, or ``eps`` is negative.
 
     Notes

@@ -13,19 +13,19 @@ from ..backend import Array, dtype_name
 from ..kernels import cast
 from ..kernels._static import constant, constant_result
 
-__all__ = ["counted", "rotary_angles", "signed"]
+__all__ = ["consecutive", "rotary_angles", "signed"]
 
 TAU = constant(math.tau)
 DIGIT = 2**12
-"""Positions and frequencies are multiplied 12 bits by 12 bits: float32 holds the products exactly."""
+"""Positions and frequencies are multiplied in parts of 12 bits: float32 holds the products exactly."""
 
 
 def rotary_angles(xp: Any, positions: Array, frequencies: bytes, dtype: Any, device: Any) -> Array:
     """Return position · frequency in radians, reduced to [−π, π], as ``(…, n, dim / 2)``.
 
-    The reduction is exact at positions below 2²⁴, where a product in float32 would be wrong by a radian: position and
-    frequency, in revolutions, are split into digits, and whole revolutions are dropped from each product of digits
-    before the sum.
+    The reduction is exact at positions below 2²⁴, where a product in float32 would have an error of about one radian.
+    Position and frequency, in revolutions, are split into digits of 12 bits, and whole revolutions are subtracted from
+    each product of digits before the products are summed.
     """
     revolutions = 0
     for digit, parts in zip((positions % DIGIT, positions // DIGIT), digits(frequencies), strict=True):
@@ -57,7 +57,7 @@ def _digits(frequencies: bytes) -> tuple[list[list[float]], list[list[float]]]:
     return split(revolutions % 1), split(revolutions * DIGIT % 1)
 
 
-def counted(xp: Any, n: int, start: int | Array, device: Any) -> Array:
+def consecutive(xp: Any, n: int, start: int | Array, device: Any) -> Array:
     """Return start, start + 1, …: ``(n,)``, or ``(…, n)`` for starts ``(…)``."""
     if isinstance(start, int):
         return xp.arange(start, start + n, dtype=xp.int32, device=device)
@@ -65,5 +65,5 @@ def counted(xp: Any, n: int, start: int | Array, device: Any) -> Array:
 
 
 def signed(xp: Any, x: Array) -> Array:
-    """Return integers as int32 or int64: torch computes little with unsigned ones."""
+    """Return integers as int32 or int64: torch supports few operations on unsigned ones."""
     return cast(xp, x, xp.int64 if dtype_name(x.dtype).endswith("64") else xp.int32)

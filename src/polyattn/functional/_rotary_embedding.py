@@ -18,7 +18,7 @@ from ._checks import expect_floating, expect_one_dtype, expect_rank, expect_shap
 from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._embedding import checked_indices
 from ._range import apply_linear
-from ._rotary_angles import counted, rotary_angles, signed
+from ._rotary_angles import consecutive, rotary_angles, signed
 from ._rotary_scaling import RotaryScaling
 
 __all__ = [
@@ -29,7 +29,7 @@ DEFAULT_BASE = 10000.0
 
 
 class RotaryEmbeddingGrads(NamedTuple):
-    """The gradient of :func:`rotary_embedding`; None for the integers."""
+    """The gradient of :func:`rotary_embedding`; None for positions, offset and tables."""
 
     x: Array
     positions: None
@@ -42,7 +42,7 @@ class Rotation(NamedTuple):
     """The static arguments of a rotation: the angle between neighbouring positions for each pair of features."""
 
     frequencies: bytes
-    """Numbers of float64: bytes are a constant to torch.compile, which makes a field's floats symbolic."""
+    """float64 numbers as bytes, which torch.compile treats as a constant; it would make floats symbolic."""
     magnitude: float
     interleaved: bool
 
@@ -59,7 +59,7 @@ class Saved(NamedTuple):
 
 def forward(
     backend: Backend, x: Array, positions: Array | None, offset: Array | None, cos: Array | None = None,
-    sin: Array | None = None, *, start: int, rotation: Rotation, seen: bool = False,
+    sin: Array | None = None, *, start: int, rotation: Rotation, in_range: bool = False,
 ) -> tuple[Array, Saved]:  # fmt: skip
     """Return each pair (x₁, x₂) rotated by its angle: (x₁ cos − x₂ sin, x₂ cos + x₁ sin)."""
     xp, device = backend.namespace(), backend.native_device(backend.device_of(x))
@@ -67,18 +67,18 @@ def forward(
     bounded = cos is None and magnitude <= 1
     if cos is None or sin is None:
         if positions is None:
-            positions = counted(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
+            positions = consecutive(xp, x.shape[-2], start if offset is None else signed(xp, offset), device)
         angles = rotary_angles(xp, signed(xp, positions), rotation.frequencies, wide(xp, x.dtype), device)
         cos, sin = xp.cos(angles), xp.sin(angles)  # (…, n, dim / 2)
     else:
         if positions is not None:
-            count = cos.shape[0]
-            cos, sin = (_embedding.forward(backend, positions, t, count=count, seen=seen)[0] for t in (cos, sin))
+            options: dict[str, Any] = {"count": cos.shape[0], "in_range": in_range}
+            cos, sin = (_embedding.forward(backend, positions, t, **options)[0] for t in (cos, sin))
         cos, sin = widen(xp, cos), widen(xp, sin)  # (…, n, dim / 2)
     if magnitude != 1:
         cos, sin = cos * magnitude, sin * magnitude
     if x.ndim > 2:
-        cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): every head alike
+        cos, sin = cos[..., None, :, :], sin[..., None, :, :]  # (…, 1, n, dim / 2): the same for every head
     saved = Saved(cos, sin, rotation.interleaved, bounded)
     return _rotated(backend, x, saved), saved
 
@@ -89,7 +89,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> RotaryEmbeddingGrads:
 
 
 def _rotated(backend: Backend, x: Array, angles: Saved) -> Array:
-    """Rotate the pairs of the first features, and leave the rest."""
+    """Rotate the pairs of the first ``dim`` features; the other features do not change."""
     xp, (cos, sin, interleaved, bounded) = backend.namespace(), angles
     half = cos.shape[-1]
     dim = 2 * half
@@ -139,29 +139,29 @@ def rotary_embedding(
     base : float
         More than 1; the longest wavelength is about 2π · base positions.
     dim : int, optional
-        How many of the features are rotated, an even number; the others stay as they are. The default is d.
+        The number of rotated features, even; the others do not change. The default is d.
     interleaved : bool
         False pairs feature i with i + dim / 2 (GPT-NeoX, Llama), True 2i with 2i + 1 (RoFormer, GPT-J).
     scaling : RotaryScaling, optional
         :class:`LinearScaling`, :class:`NTKScaling`, :class:`YaRNScaling` or :class:`Llama3Scaling`: other
         frequencies for contexts longer than the trained one; YaRN's also has a magnitude m, else 1.
     tables : (array, array), optional
-        The cosines and sines themselves, floating, in place of offset, base and scaling; constants without a
-        gradient. With ``positions`` they are (m, dim / 2) and row p is that of position p (one out of range raises
-        where it is at hand on the host, and gives zeros elsewhere); else (…, n, dim / 2), a row for each of x's.
+        The cosines and sines, floating, in place of offset, base and scaling; they have no gradient. With
+        ``positions`` they are (m, dim / 2), with row p for position p (a position out of range raises if it is
+        readable on the host, else it gives zeros); without, they are (…, n, dim / 2), with a row for each row of x.
 
     Returns
     -------
     array
-        Of the shape and dtype of ``x``. Angles are reduced without loss for positions below 2²⁴ and the rest is
-        computed in float32 at least: an error of some 10⁻⁷ in float32, however far the position.
+        Of the shape and dtype of ``x``. Angles are reduced exactly for positions below 2²⁴ and the rest is
+        computed in float32 at least: in float32 the error is about 10⁻⁷ at every position.
 
     Raises
     ------
     ShapeError, DTypeError, ArgumentError
         If the shapes do not fit, ``dim`` is odd or more than d, ``x`` is not floating or the positions not
-        integers, ``positions`` and ``offset`` are both given, or ``tables`` and what they stand for, or a number
-        is not what it may be.
+        integers, ``positions`` and ``offset`` are both given, ``tables`` are given with offset, base or scaling, or
+        a number is out of its range.
 
     Notes
     -----
@@ -214,18 +214,18 @@ def _check(
     if tables is not None:
         dim = _checked_tables(tables, positions, (*batch, n), dim)
         if start != 0 or scaling is not None or base != DEFAULT_BASE:
-            raise ArgumentError("tables: expected no offset, base or scaling beside them: they say what those would")
+            raise ArgumentError("tables: expected no offset, base or scaling with tables, which replace them")
     rotation = checked_rotation(x, base, dim, interleaved, scaling)
     cos, sin = (None, None) if tables is None else tables
-    seen = cos is not None and positions is not None and checked_indices(positions, cos.shape[0], "positions")
+    in_range = cos is not None and positions is not None and checked_indices(positions, cos.shape[0], "positions")
     arrays = {
         "x": x, "positions": positions, "offset": offset if start is None else None, "cos": cos, "sin": sin,
     }  # fmt: skip
-    return arrays, {"start": start or 0, "rotation": rotation, "seen": seen}
+    return arrays, {"start": start or 0, "rotation": rotation, "in_range": in_range}
 
 
 def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: Any) -> Rotation:
-    """Return the rotation of the features of x, or raise what is wrong with the arguments."""
+    """Check the arguments, and return the rotation of the features of x."""
     dim = _checked_dim(dim, x)
     if not (is_number(base) and 1 < base < math.inf):
         raise ArgumentError(f"base: expected a finite number above 1, got {shown(base)}")
@@ -243,7 +243,7 @@ def checked_rotation(x: Array, base: Any, dim: Any, interleaved: Any, scaling: A
 def _scaled(kind: type[RotaryScaling], state: Any, dim: int, base: float) -> tuple[bytes, float]:
     """Return the frequencies and the magnitude of a scaling of this type with these fields.
 
-    The scaling is created again, because an object that is created while torch compiles exists only in the trace.
+    The scaling is created again, because an object that is created under torch.compile exists only in the trace.
     """
     scaling = object.__new__(kind)
     for name, value in state:
@@ -252,7 +252,7 @@ def _scaled(kind: type[RotaryScaling], state: Any, dim: int, base: float) -> tup
 
 
 def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...], dim: int | None) -> int:
-    """Return how many features the tables rotate, once they fit each other and the rows of x."""
+    """Check the tables against each other and the rows of x, and return the number of features that they rotate."""
     if not isinstance(tables, tuple | list) or len(tables) != 2:
         raise ArgumentError(f"tables: expected a pair (cosines, sines), got {shown(tables)}")
     expect_one_dtype(**dict(zip(("cos", "sin"), tables, strict=True)))
@@ -285,7 +285,7 @@ def _checked_dim(dim: Any, x: Array) -> int:
     d = x.shape[-1]
     if dim is None:
         if d < 2 or d % 2:
-            raise ShapeError(f"x: expected an even number of features, got shape {tuple(x.shape)}; dim= rotates fewer")
+            raise ShapeError(f"x: expected an even number of features, got shape {tuple(x.shape)}; or give dim")
         return int(d)
     dim = static_integer("dim", dim, ())
     if dim is None or not 2 <= dim <= d or dim % 2:

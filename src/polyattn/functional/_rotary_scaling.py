@@ -17,10 +17,10 @@ __all__ = ["LinearScaling", "Llama3Scaling", "NTKScaling", "RotaryScaling", "YaR
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """The base of the scalings of :func:`rotary_embedding`, and itself the one that changes nothing.
+    """The base class of the scalings of :func:`rotary_embedding`; it scales nothing itself.
 
-    A scaling of your own is a frozen dataclass that derives from it and gives :meth:`frequencies`,
-    and :attr:`magnitude` where that is not 1. Under torch.compile its fields are numbers, strings, tuples and lists.
+    To write another scaling, derive a frozen dataclass and override :meth:`frequencies`, and :attr:`magnitude` if it
+    is not 1. For torch.compile its fields must be numbers, strings, tuples or lists.
     """
 
     def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
@@ -29,7 +29,7 @@ class RotaryScaling:
 
     @property
     def magnitude(self) -> float:
-        """The factor on the rotated features; queries and keys both have it, so the scores have its square."""
+        """The factor of the rotated features; queries and keys both have it, so scores are multiplied by its square."""
         return 1.0
 
 
@@ -64,7 +64,7 @@ class NTKScaling(RotaryScaling):
 
     def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
         """Return the frequencies of the larger base."""
-        # The only pair of dim 2 has the frequency 1, whatever the base is.
+        # For dim 2 the only pair has frequency 1 for every base.
         return super().frequencies(dim, base * self.factor ** (dim / (dim - 2)) if dim > 2 else base)
 
 
@@ -77,13 +77,14 @@ class YaRNScaling(RotaryScaling):
     Parameters
     ----------
     factor : float
-        The stretched length over the original one.
+        The new context length divided by the original one.
     original_length : int
-        How many positions the model was trained on.
+        The number of positions on which the model was trained.
     beta_fast, beta_slow : float
-        Revolutions over the original length from which a frequency is kept, and below which it is interpolated.
+        A frequency is kept if it makes at least ``beta_fast`` revolutions over the original length, and fully
+        interpolated if it makes at most ``beta_slow``.
     attention_factor : float, optional
-        The factor on queries and keys; the default 0.1 · ln(factor) + 1 is the paper's.
+        The factor of queries and keys; the default, 0.1 · ln(factor) + 1, is the paper's.
     truncate : bool
         Round the ends of the ramp outwards to whole pairs, as the authors' code does.
     """
@@ -104,7 +105,7 @@ class YaRNScaling(RotaryScaling):
             _positive(attention_factor=self.attention_factor)
 
     def frequencies(self, dim: int, base: float) -> NDArray[np.float64]:
-        """Return θ · (ramp / factor + 1 − ramp), the ramp rising from the pair of beta_fast to that of beta_slow."""
+        """Return θ · (ramp / factor + 1 − ramp), where ramp rises from 0 at beta_fast's pair to 1 at beta_slow's."""
         plain = super().frequencies(dim, base)
         low, high = (self._pair_with(beta, dim, base) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -115,17 +116,17 @@ class YaRNScaling(RotaryScaling):
 
     @property
     def magnitude(self) -> float:
-        """The attention factor, 0.1 · ln(factor) + 1 where none was given."""
+        """The attention factor; by default 0.1 · ln(factor) + 1."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def _pair_with(self, revolutions: float, dim: int, base: float) -> float:
-        """Return the index, a fraction, of the pair with so many revolutions over the original length."""
+        """Return the (fractional) index of the pair that makes this many revolutions over the original length."""
         return dim * math.log(self.original_length / (revolutions * 2 * math.pi)) / (2 * math.log(base))
 
 
 @dataclass(frozen=True)
 class Llama3Scaling(RotaryScaling):
-    """Llama 3's: frequencies of short wavelengths are kept, of long ones divided by ``factor``, smoothly in between.
+    """Llama 3: short wavelengths are kept, frequencies of long ones divided by ``factor``, with a smooth transition.
 
     Grattafiori et al., "The Llama 3 herd of models" (2024), as in the model's code; the defaults are Llama 3.1's.
 
@@ -137,7 +138,7 @@ class Llama3Scaling(RotaryScaling):
         A wavelength above ``original_length / low_freq_factor`` is long, one below
         ``original_length / high_freq_factor`` short.
     original_length : int
-        How many positions the model was trained on.
+        The number of positions on which the model was trained.
     """
 
     factor: float = 8.0

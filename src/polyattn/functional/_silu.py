@@ -37,13 +37,13 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> SiluGrads:
 class Activation(Protocol):
     """A function f(x) = factor · decay, whose derivative is f′(x) = slope · decay².
 
-    Below 0 f and f′ vanish exponentially, and a product with a large factor would be 0 where it is not: products take
-    the decay, which is the root of that exponential and 1 for x ≥ 0, one at a time.
+    For x < 0, f and f′ decay exponentially and may underflow although their product with a large factor does not.
+    So the decay, the square root of that exponential (1 for x ≥ 0), is multiplied in one factor at a time.
     """
 
     decay: Array
     root: Array
-    """√decay, for a product of two large factors."""
+    """√decay, for products with two large factors."""
 
     def __init__(self, xp: Any, x: Array) -> None: ...
 
@@ -80,13 +80,13 @@ def activation_backward(backend: Backend, activation: type[Activation], dy: Arra
 
 
 class Sigmoid:
-    """σ(x) = decay² / total and 1 − σ(x) = rest / total, both to the last digits also where they are tiny."""
+    """σ(x) = decay² / total and 1 − σ(x) = rest / total, both accurate also where they are tiny."""
 
     def __init__(self, xp: Any, x: Array) -> None:
         zero = xp.zeros_like(x)
         self.root = xp.exp(xp.minimum(x, zero) / 4)
         self.decay, self.rest = self.root * self.root, xp.exp(-xp.maximum(x, zero))
-        self.total = self.decay * self.decay + self.rest  # one of the two is 1: nothing overflows, nothing cancels
+        self.total = self.decay * self.decay + self.rest  # one term is 1, both are positive: no cancellation
 
 
 class Silu:

@@ -39,7 +39,7 @@ def forward(backend: Backend, x: Array, *, axis: int) -> tuple[Array, Saved]:
 def backward(backend: Backend, dy: Array, saved: Saved) -> SoftmaxGrads:
     """Apply the Jacobian diag(y) − y yᵀ without building it."""
     xp, (y, axis) = backend.namespace(), saved
-    dx = widen(xp, dy) * 0.5 * y  # half of it: a mean of the largest numbers may round to infinity
+    dx = widen(xp, dy) * 0.5 * y  # halved: a mean of the largest numbers may round to infinity
     dx = dx - y * xp.sum(dx, axis=axis, keepdims=True)
     return SoftmaxGrads(cast(xp, dx * 2.0, dy.dtype))
 
@@ -48,7 +48,7 @@ OPERATION = Operation("softmax", forward, backward)
 
 
 def softmax(x: Array, *, axis: int = -1) -> Array:
-    r"""Normalise exponentials along an axis: :math:`y_i = e^{x_i} / \sum_j e^{x_j}`.
+    r"""Return the exponentials, normalised along an axis: :math:`y_i = e^{x_i} / \sum_j e^{x_j}`.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ def softmax(x: Array, *, axis: int = -1) -> Array:
     Returns
     -------
     array
-        Of the shape and dtype of ``x``. A slice that is −inf throughout gives NaN;
-        :func:`attention` is where masks live.
+        Of the shape and dtype of ``x``. A slice of −inf only gives NaN; use the masks of
+        :func:`attention` to exclude whole rows.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def softmax_backward(dy: Array, cache: Cache) -> SoftmaxGrads:
 
 
 def checked_axis(x: Array, axis: int) -> dict[str, int]:
-    """Return the axis of softmax and its logarithm as a static argument."""
+    """Check the arguments of softmax or its logarithm, and return the axis as a static argument."""
     expect_floating(x=x)
     expect_rank("x", x, 1)
     if not isinstance(axis, numbers.Integral) or not -x.ndim <= axis < x.ndim:

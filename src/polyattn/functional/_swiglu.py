@@ -1,4 +1,4 @@
-"""The linear unit gated by silu, and its backward."""
+"""SwiGLU, the linear unit gated by SiLU, and its backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> SwigluGrads:
 def gated_backward(
     backend: Backend, activation: type[Activation], dy: Array, gate: Array, up: Array
 ) -> tuple[Array, Array]:
-    """Return the gradients of the gate, and of what it gates."""
+    """Return the gradients of gate and up."""
     xp = backend.namespace()
 
     def formula(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
@@ -68,8 +68,8 @@ OPERATION = Operation("swiglu", forward, backward)
 def swiglu(gate: Array, up: Array) -> Array:
     r"""Return silu(gate) · up, element by element: :math:`y = g \, \sigma(g) \, u`.
 
-    The halves come as two arrays. Where one projection makes both, split its
-    result: which half is the gate differs from model to model.
+    Gate and up projection are two arrays. If one projection computes both, split its
+    result: which half is the gate depends on the model.
 
     Parameters
     ----------
@@ -100,12 +100,12 @@ def swiglu_forward(gate: Array, up: Array) -> tuple[Array, Cache]:
 
 
 def swiglu_backward(dy: Array, cache: Cache) -> SwigluGrads:
-    """Return dy · up · silu′(gate) for the gate, and dy · silu(gate) for what it gates."""
+    """Return dy · up · silu′(gate) for the gate, and dy · silu(gate) for up."""
     return run_backward(OPERATION, dy, cache, SwigluGrads)
 
 
 def checked_pair(gate: Array, up: Array) -> dict[str, Array]:
-    """Return the arrays of a gated unit by name, or raise what is wrong with them."""
+    """Check the arrays of a gated unit, and return them by name."""
     expect_arrays(gate=gate, up=up)
     expect_one_dtype(gate=gate, up=up)
     expect_shape("up", up, tuple(gate.shape))

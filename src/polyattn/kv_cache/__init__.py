@@ -1,7 +1,7 @@
-"""Keys and values kept for decoding, in three kinds with one use.
+"""Key-value caches for decoding: three classes with the same methods.
 
-:class:`KVCache` has a fixed capacity for each entry. :class:`PagedKVCache` shares one pool among entries of very
-different lengths. :class:`SlidingKVCache` keeps the last positions of a text without end.
+:class:`KVCache` has a fixed capacity for each entry of the batch. :class:`PagedKVCache` shares a pool of pages among
+entries of very different lengths. :class:`SlidingKVCache` keeps the last positions of a sequence of any length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every cache has in common: where it is bound, what it takes, and that one that was appended to is consumed."""
+"""The base classes of key-value caches: place, checks, append, rewind and attention."""
 
 from __future__ import annotations
 
@@ -22,59 +22,59 @@ __all__ = ["BaseCache", "InOrderCache", "alike", "size_of", "sizes_of"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BaseCache(Record):
-    """Keys and values, as many as each entry of a batch has."""
+    """The keys and values of a batch, whose entries may have different lengths."""
 
     keys: Array
-    """The whole memory of the keys."""
+    """The memory of the keys, up to the capacity."""
     values: Array
-    """The whole memory of the values."""
+    """The memory of the values, up to the capacity."""
     counts: Array
-    """Each entry's length: NumPy's integers wherever they are known here, else the library's, traced ones say."""
+    """The length of each entry: NumPy integers if they are known, else (traced) integers of the library."""
     place: Place
     moves_inputs: bool
     in_place: bool
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("keys", "values", "counts")
     OWN: ClassVar[tuple[str, ...]] = ("q_offset", "key_lengths")
-    """The arguments of attention that are the cache's to know."""
+    """The arguments of attention that the cache sets."""
 
     @classmethod
-    def _made(
+    def _empty(
         cls, batch: int, shape: tuple[int, ...], features: tuple[int, int], dtype: str, backend: str | None,
         device: str | None, **more: Any,
     ) -> Self:  # fmt: skip
-        """Return an empty cache whose memory is ``(*shape, d)``."""
+        """Return an empty cache with memory of shape ``(*shape, d)``."""
         name = checked_dtype(dtype)
         place, moves_inputs = bound(backend, device)
         chosen = place.backend
         xp, native_device = chosen.namespace(), chosen.native_device(place.device)
         keys, values = (xp.zeros((*shape, d), dtype=chosen.dtype(name), device=native_device) for d in features)
         chosen.register(cls)
-        # Whether the library writes into an array that it is given, one learns by asking it to.
+        # Test whether the library writes in place.
         probe = xp.zeros((1,), dtype=keys.dtype, device=native_device)
         in_place = chosen.update_slice(probe, xp.ones_like(probe), 0, 0) is probe
         return cls(keys, values, np.zeros(batch, np.int32), place, moves_inputs, in_place, **more)
 
-    # ---- what it holds ----------------------------------------------------------------------------------------
+    # ---- properties -------------------------------------------------------------------------------------------
 
     @property
     def lengths(self) -> Array:
-        """How many positions each entry has: int32 (B,), of the cache's library."""
+        """The number of positions of each entry: int32 (B,), of the cache's library."""
         return native(self.counts, self.place)
 
     @property
     def position(self) -> int | Array:
-        """Where the next position stands: an integer where all entries are as long and it is known, else (B,).
+        """The next position: an integer if all entries have the same known length, else integers (B,).
 
-        It is what ``offset=`` of :func:`~polyattn.functional.rotary_embedding` wants to know.
+        Pass it as ``offset=`` to :func:`~polyattn.functional.rotary_embedding`.
         """
         start = self._start()
         return start if isinstance(start, int) else self.lengths
 
     @property
     def capacity(self) -> int:
-        """How many positions there is room for."""
-        return int(self._fresh().keys.shape[2])
+        """The largest number of positions of an entry."""
+        return int(self._unconsumed().keys.shape[2])
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -85,12 +85,12 @@ class BaseCache(Record):
         shape = "×".join(str(n) for n in self.keys.shape)
         return f"<{name} of {shape} {dtype_name(self.keys.dtype)} on {self.place}, lengths {lengths}>"
 
-    # ---- what can be done with it -----------------------------------------------------------------------------
+    # ---- append, rewind, copy, attention ----------------------------------------------------------------------
 
     def append(self, k: Array, v: Array) -> Self:
-        """Return the cache with n more positions, written behind each entry's own end. This cache is consumed.
+        """Return the cache with n more positions, written at the end of each entry. This cache is consumed.
 
-        To append prompts of different lengths, pad them at their ends and :meth:`rewind` by the padding.
+        To append prompts of different lengths, pad them at the end and :meth:`rewind` by the padding.
 
         Parameters
         ----------
@@ -100,8 +100,8 @@ class BaseCache(Record):
         Raises
         ------
         ArgumentError
-            If there is no room left, before anything is written. Traced lengths cannot be looked at: then the
-            last positions are lost, and ``lengths`` passes the capacity, which the next look at it finds.
+            If the capacity is exceeded; nothing is written then. Traced lengths cannot be checked: the excess
+            positions are lost, and ``lengths`` exceeds the capacity, which the next call with readable lengths finds.
         ShapeError, DTypeError, BackendMismatchError
             If the arrays do not fit.
         """
@@ -118,36 +118,36 @@ class BaseCache(Record):
         Parameters
         ----------
         n, lengths : int or integers (B,)
-            One of the two: how many positions to take back, or how many to keep.
+            One of the two: the number of positions to remove, or the number to keep.
 
         Raises
         ------
         ArgumentError
-            If an entry has not that many positions, where that can be looked at.
+            If an entry has fewer positions; traced lengths are not checked.
         """
         if (n is None) == (lengths is None):
             raise ArgumentError("n: expected either n or lengths")
         name, given = ("lengths", lengths) if n is None else ("n", n)
-        self._fresh()
-        return self._next(self.keys, self.values, self._cut_back(name, given))
+        self._unconsumed()
+        return self._next(self.keys, self.values, self._shortened(name, given))
 
     def copy(self) -> Self:
-        """Return a cache with memory of its own."""
-        self._fresh()
+        """Return a copy of the cache, with its own memory."""
+        self._unconsumed()
         xp = self.place.backend.namespace()
         return replace(self, keys=xp.asarray(self.keys, copy=True), values=xp.asarray(self.values, copy=True))
 
     def attention(self, q: Array, **arguments: Any) -> Array:
-        """Return attention of the last n_q positions over what the cache holds.
+        """Return the attention of the last n_q positions to the positions in the cache.
 
         Parameters
         ----------
         q : array (B, H, n_q, d_k)
-            The queries of the positions that were appended last.
+            The queries of the last n_q positions.
         **arguments
-            As of :func:`polyattn.attention`, ``causal`` being True unless it is given; ``q_offset`` and
-            ``key_lengths`` are the cache's to know. A mask, a bias and the ids of the keys are as wide as the
-            capacity, or one wide, on every library.
+            As in :func:`polyattn.attention`, with ``causal=True`` by default and without ``q_offset`` and
+            ``key_lengths``, which the cache sets. The key axis of a mask, a bias or segment ids has the length
+            ``capacity``; that of a mask or a bias may also be 1.
 
         Returns
         -------
@@ -155,35 +155,35 @@ class BaseCache(Record):
             In the library and on the device of ``q``.
         """
         expect_keywords(f"{type(self).__name__}.attention", arguments, *self.OWN)
-        self._fresh()._expect_dtype(q=q)
+        self._unconsumed()._expect_dtype(q=q)
         expect_rank("q", q, 2)
         return self._attended(q, {"causal": True, **arguments})
 
-    # ---- what the kinds do each in its way ----------------------------------------------------------------------
+    # ---- implemented by the subclasses --------------------------------------------------------------------------
 
     def _grown(self, n: int) -> dict[str, Any]:
-        """Return the fields that n more positions change, for which there is room."""
+        """Return the changed fields after n more positions, or raise if there is no room for them."""
         raise NotImplementedError
 
     def _written(self, k: Array, v: Array, following: dict[str, Any]) -> tuple[Array, Array]:
-        """Return the memory with native keys and values written."""
+        """Return the memory with the native keys and values written to it."""
         raise NotImplementedError
 
-    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
-        """Return the fields that a rewind changes, once it is possible."""
+    def _shortened(self, name: str, given: Any) -> dict[str, Any]:
+        """Check a rewind, and return the changed fields."""
         return {"counts": rewound(self.counts, name, given, self.place)}
 
     def _attended(self, q: Array, arguments: dict[str, Any]) -> Array:
-        """Return attention's result."""
+        """Return the result of attention."""
         raise NotImplementedError
 
-    # ---- how ---------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------
 
-    def _fresh(self) -> Self:
+    def _unconsumed(self) -> Self:
+        """Return the cache, or raise if it was consumed."""
         if self.keys is None:
             raise ArgumentError(
-                "cache: it was appended to or rewound, which consumes it; use the cache that was returned, "
-                "or copy() it before"
+                "cache: it was appended to or rewound, which consumes it; use the returned cache, or copy() it before"
             )
         return self
 
@@ -195,13 +195,13 @@ class BaseCache(Record):
         return following
 
     def _start(self) -> int | Array:
-        """Return where the next position stands, in each entry if they differ or are not known."""
+        """Return the next position: one integer if it is known and the same for all entries, else one for each."""
         held = known(self.counts, self.place)
         return self.counts if held is None else alike(held)
 
     def _fitting(self, k: Array, v: Array) -> int:
-        """Check new keys and values, and return how many positions they are."""
-        self._fresh()._expect_dtype(k=k, v=v)
+        """Check new keys and values, and return their number of positions."""
+        self._unconsumed()._expect_dtype(k=k, v=v)
         expect_rank("k", k, 3)
         n, batch, (_, heads, _, d_k) = int(k.shape[-2]), self.counts.shape[0], self.keys.shape
         expect_shape("k", k, (batch, heads, n, d_k))
@@ -213,13 +213,13 @@ class BaseCache(Record):
         expect_dtype(dtype_name(self.keys.dtype), "the cache's", **arrays)
 
     def _cut(self, arguments: dict[str, Any], end: int) -> dict[str, Any]:
-        """Return arguments that are as wide as the capacity, as wide as what is read."""
+        """Return the arguments with key axes cut from the capacity to the ``end`` positions that are read."""
 
         def cut(name: str, x: Any) -> Any:
             if not registry.looks_like_array(x) or x.ndim == 0 or (name != "segment_ids" and x.shape[-1] == 1):
                 return x
             if x.shape[-1] != self.capacity:
-                raise ShapeError(f"{name}: expected a width of {self.capacity}, the capacity, got {tuple(x.shape)}")
+                raise ShapeError(f"{name}: expected {self.capacity} keys, the capacity, got {tuple(x.shape)}")
             return x[..., :end]
 
         result = arguments | {name: cut(name, arguments[name]) for name in ("mask", "bias") if name in arguments}
@@ -229,58 +229,58 @@ class BaseCache(Record):
         return result
 
     def _placed(self, arrays: dict[str, Array]) -> Placed:
-        """Move the caller's arrays to the cache's library."""
-        remedy = f"make it with {type(self).__name__}.create(…, backend={{!r}})"
+        """Move the caller's arrays to the cache's place."""
+        remedy = f"create it with {type(self).__name__}.create(…, backend={{!r}})"
         return to_bound_device(arrays, Bound(self.place, self.moves_inputs), "cache", remedy)
 
     def _computed(self, operation: Operation, placed: Placed, arrays: dict[str, Array], options: Any) -> Array:
-        """Return an operation's result for arrays of the cache's library, in the library of the caller's."""
+        """Return an operation's result for native arrays, moved to the input device of ``placed``."""
         y = compute(self.place.backend, operation.forward, operation.backward, arrays, options)
         return placed.to_input_device(y, operation.name)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InOrderCache(BaseCache):
-    """Keys and values (B, H_kv, capacity, d), written from the front on."""
+    """A cache with memory (B, H_kv, capacity, d), written from the start on."""
 
     @property
     def k(self) -> Array:
-        """The keys as they lie in memory, (B, H_kv, n, d_k): a view up to the longest entry.
+        """The keys in the order of the memory, (B, H_kv, n, d_k): a view, with n the length of the longest entry.
 
-        Where lengths are traced it goes up to the capacity.
+        If the lengths are traced, n is the capacity.
         """
-        return self._fresh().keys[:, :, : self._end(), :]
+        return self._unconsumed().keys[:, :, : self._end(), :]
 
     @property
     def v(self) -> Array:
         """The values, (B, H_kv, n, d_v), as :attr:`k`."""
-        return self._fresh().values[:, :, : self._end(), :]
+        return self._unconsumed().values[:, :, : self._end(), :]
 
     def _end(self) -> int | None:
-        """Return how much of the memory is written, None where that is not known."""
+        """Return the number of positions of the memory that are written, None if that is not known."""
         held = known(self.counts, self.place)
         return None if held is None else min(int(held.max()), self.capacity)
 
     def _read(self) -> int:
-        """Return how much of the memory attention reads: all of it where each new length would be compiled anew."""
+        """Return the number of positions that attention reads: all if each new length would need a compilation."""
         end = self._end() if self.in_place else None
         return self.capacity if end is None else end
 
 
 def alike(starts: Any) -> int | Any:
-    """Return NumPy's integers as one, if they are all the same."""
+    """Return NumPy integers as a single one if all are equal, else as they are."""
     return int(starts[0]) if (starts == starts[0]).all() else starts
 
 
 def sizes_of(head_dim: Any, value_dim: Any, **sizes: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return a cache's sizes in their order, and the features of its keys and values."""
+    """Check the sizes of a cache; return them in order, and the features of its keys and values."""
     lead = tuple(size_of(name, x) for name, x in sizes.items())
     d_k = size_of("head_dim", head_dim)
     return lead, (d_k, d_k if value_dim is None else size_of("value_dim", value_dim))
 
 
 def size_of(name: str, x: Any, least: int = 1) -> int:
-    """Return an argument that is a size."""
+    """Check an argument that is a size, and return it as an int."""
     size = static_integer(name, x, ())
     if size is None or size < least:
         kind = "a positive integer" if least else "an integer that is not negative"

@@ -1,4 +1,4 @@
-"""The keys and values of the positions so far, for decoding: written where they stand, never copied."""
+"""The key-value cache with a fixed capacity, updated in place."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["KVCache"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVCache(InOrderCache):
-    """Keys and values of up to ``capacity`` positions, for each entry of a batch as many as it has. Use :meth:`create`.
+    """Keys and values of up to ``capacity`` positions for each entry of a batch. Create it with :meth:`create`.
 
-    A cache is bound to a place like a layer: made by ``backend=`` or under a selection it takes arrays of any
-    library and :meth:`attention` returns that library's; made by default it takes NumPy's.
+    A cache is bound to a place like a layer: created with ``backend=`` or under a selection, it takes arrays of any
+    library, and :meth:`attention` returns arrays of that library; created by default, it takes NumPy arrays only.
 
-    :meth:`append` and :meth:`rewind` return the next cache. Where the library writes in place (NumPy, torch,
-    CuPy) both share one memory, so the cache that they were called on is **consumed**: its use raises
-    ArgumentError. :meth:`copy` it before, to continue it in two ways. JAX's caches stay what they were; donate
-    them to a compiled step (``jax.jit(step, donate_argnums=…)``) and it writes in place too. There a cache is a
-    pytree with its lengths among the arrays, so one compilation serves every position.
+    :meth:`append` and :meth:`rewind` return the next cache. If the library writes in place (NumPy, torch, CuPy), both
+    caches share one memory, so the old one is **consumed**: using it raises ArgumentError. To continue a cache in two
+    ways, :meth:`copy` it before. On JAX the old cache does not change; to write in place there, donate it to a
+    compiled step (``jax.jit(step, donate_argnums=…)``). A JAX cache is a pytree with the lengths among its arrays, so
+    one compilation serves every position.
 
     See Also
     --------
-    PagedKVCache : entries of very different lengths share one memory.
-    SlidingKVCache : the last positions only, in a memory that does not grow with the text.
+    PagedKVCache : entries of very different lengths share one pool of pages.
+    SlidingKVCache : only the last positions, in memory that does not grow with the sequence.
 
     Examples
     --------
@@ -54,20 +54,20 @@ class KVCache(InOrderCache):
         Parameters
         ----------
         batch, kv_heads, capacity, head_dim : int
-            Its memory is (batch, kv_heads, capacity, head_dim) for the keys.
+            The memory of the keys is (batch, kv_heads, capacity, head_dim).
         value_dim : int, optional
-            The features of a value; the default is ``head_dim``.
+            The number of features of a value; the default is ``head_dim``.
         dtype : str
-            Of what it takes.
+            The dtype of keys, values and queries.
         backend, device : str, optional
-            Where it is; the default is the selection in force, else NumPy.
+            The place of the cache; the default is the selection in force, else NumPy.
 
         Raises
         ------
         ArgumentError, DTypeError, UnknownBackendError, BackendUnavailableError
         """
         shape, features = sizes_of(head_dim, value_dim, batch=batch, kv_heads=kv_heads, capacity=capacity)
-        return cls._made(shape[0], shape, features, dtype, backend, device)
+        return cls._empty(shape[0], shape, features, dtype, backend, device)
 
     def _grown(self, n: int) -> dict[str, Any]:
         return {"counts": grown(self.counts, n, self.capacity, self.place)}

@@ -1,4 +1,4 @@
-"""How many positions each entry of a cache holds: NumPy's integers where they are known, else the library's."""
+"""The lengths of the entries of a cache: NumPy integers if their values are known, else integers of the library."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..kernels import cast
 
 
 def known(counts: Array, place: Place) -> NDArray[np.int32] | None:
-    """Return the lengths where their values are at hand, None where they are traced or on a device."""
+    """Return the lengths as NumPy integers, or None if they are traced or on a device."""
     if isinstance(counts, np.ndarray):
         return counts
     return place.backend.to_numpy(counts) if place.backend.state(counts).readable else None
 
 
 def native(x: Any, place: Place) -> Any:
-    """Return integers as int32 of the cache's library; Python's stay."""
+    """Return integers as int32 of the cache's library; a Python integer is returned as it is."""
     if isinstance(x, int):
         return x
     xp, device = place.backend.namespace(), place.backend.native_device(place.device)
@@ -33,7 +33,7 @@ def native(x: Any, place: Place) -> Any:
 
 
 def grown(counts: Array, n: int, capacity: int, place: Place) -> Array:
-    """Return the lengths with n more positions, for which there is room."""
+    """Return the lengths after n more positions, or raise if they exceed the capacity."""
     held = known(counts, place)
     if held is None:
         return counts + n
@@ -47,7 +47,7 @@ def grown(counts: Array, n: int, capacity: int, place: Place) -> Array:
 
 
 def rewound(counts: Array, name: str, given: Any, place: Place) -> Array:
-    """Return the lengths less ``n``, or the given ``lengths``, which are no more."""
+    """Return the lengths minus ``n``, or the given ``lengths``; raise if one is below 0 or above the old length."""
     value, held = _integers(name, given, counts.shape[0]), known(counts, place)
     if held is None or not isinstance(value, int | np.ndarray):
         counts, value = native(counts, place), native(value, place)
@@ -59,7 +59,7 @@ def rewound(counts: Array, name: str, given: Any, place: Place) -> Array:
 
 
 def _integers(name: str, x: Any, batch: int) -> Any:
-    """Return an argument as an integer, as NumPy's integers, or as the library's where they are traced."""
+    """Return an argument as a Python integer, NumPy integers or, if traced, integers of the library."""
     static = static_integer(name, x, (batch,))
     if static is not None:
         return static

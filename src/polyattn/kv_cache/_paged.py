@@ -1,4 +1,4 @@
-"""The keys and values of sequences of very different lengths, in pages of one pool."""
+"""The paged key-value cache, for entries of very different lengths."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ._pages import Pages, needed, writer
 __all__ = ["PagedKVCache"]
 
 NUMBERS = 2**20
-"""Of the queries and results of pages that are read together where their queries are many: 4 MiB in float32."""
+"""The limit of elements of queries and results of the pages that are read together: 4 MiB in float32."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PagedKVCache(BaseCache):
-    """Keys and values in ``pages`` pages of ``page_size`` positions, which all entries of a batch share.
+    """Keys and values in a pool of ``pages`` pages of ``page_size`` positions, shared by the entries of a batch.
 
-    Its use is that of :class:`KVCache`; make one by :meth:`create`. :meth:`append` gives an entry the next free
-    page where its last is full, :meth:`rewind` frees those that it leaves. An entry may be as long as the pool has
-    room: ``capacity`` is ``pages · page_size``, and a mask, a bias and the ids of the keys are as wide. Structured
-    masks, which know a key by its place among all, and dropout, whose bits do too, are not taken.
+    The methods are those of :class:`KVCache`; create it with :meth:`create`. :meth:`append` allocates the next free
+    page to an entry whose last page is full, and :meth:`rewind` frees pages that are no longer used. An entry may be
+    as long as the pool: ``capacity`` is ``pages · page_size``, which is also the length of the key axis of a mask, a
+    bias or segment ids. Structured masks and dropout are not supported, since they depend on the index of a key.
 
-    :meth:`attention` reads the pages where they lie and makes no dense copy. On JAX one compiled step serves every
-    position, and every way in which the pages are shared out.
+    :meth:`attention` reads the pages in place, without a dense copy. On JAX one compiled step serves every position
+    and every assignment of pages.
 
     Examples
     --------
@@ -51,9 +51,9 @@ class PagedKVCache(BaseCache):
     """
 
     owners: Array
-    """The entry of each page, −1 if it is free; kept like ``counts``."""
+    """The entry that owns each page, −1 if it is free; of the same kind of integers as ``counts``."""
     numbers: Array
-    """Which of its entry's pages each is."""
+    """The index of each page among the pages of its entry."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = (*BaseCache.ARRAYS, "owners", "numbers")
     OWN: ClassVar[tuple[str, ...]] = (*BaseCache.OWN, "dropout", "seed")
@@ -68,14 +68,14 @@ class PagedKVCache(BaseCache):
         Parameters
         ----------
         batch, kv_heads, pages, page_size, head_dim : int
-            Its memory is (pages, kv_heads, page_size, head_dim) for the keys. Large pages, 64 positions and more,
-            are read faster; half of one is empty at the end of each entry, on average.
+            The memory of the keys is (pages, kv_heads, page_size, head_dim). Large pages, of 64 positions and more,
+            are read faster; on average, half a page is unused at the end of each entry.
         value_dim : int, optional
-            The features of a value; the default is ``head_dim``.
+            The number of features of a value; the default is ``head_dim``.
         dtype : str
-            Of what it takes.
+            The dtype of keys, values and queries.
         backend, device : str, optional
-            Where it is; the default is the selection in force, else NumPy.
+            The place of the cache; the default is the selection in force, else NumPy.
 
         Raises
         ------
@@ -85,90 +85,91 @@ class PagedKVCache(BaseCache):
         (batch, kv_heads, pages, page_size), features = sizes_of(head_dim, value_dim, **sizes)
         free, zero = np.full(pages, -1, np.int32), np.zeros(pages, np.int32)
         shape = (pages, kv_heads, page_size)
-        return cls._made(batch, shape, features, dtype, backend, device, owners=free, numbers=zero)
+        return cls._empty(batch, shape, features, dtype, backend, device, owners=free, numbers=zero)
 
-    # ---- what it holds ----------------------------------------------------------------------------------------
+    # ---- properties -------------------------------------------------------------------------------------------
 
     @property
     def page_size(self) -> int:
-        """How many positions a page has."""
-        return int(self._fresh().keys.shape[2])
+        """The number of positions in a page."""
+        return int(self._unconsumed().keys.shape[2])
 
     @property
     def capacity(self) -> int:
-        """How many positions there is room for in the pool, whosever they are."""
-        return int(self._fresh().keys.shape[0]) * self.page_size
+        """The number of positions in the pool, for all entries together."""
+        return int(self._unconsumed().keys.shape[0]) * self.page_size
 
     @property
     def free_pages(self) -> int:
-        """How many pages belong to nobody."""
-        return int((self._ledger().pages.owners < 0).sum())
+        """The number of free pages."""
+        return int((self._host_pages().pages.owners < 0).sum())
 
     @property
     def table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The pages of each entry in their order, (B, m) on the host, −1 past its last."""
-        ledger = self._ledger()
-        owners, numbers = ledger.pages
-        longest = needed(ledger.counts, self.page_size).max()
-        table = np.full((len(ledger.counts), longest), -1, np.int32)
+        """The page table: the pages of each entry in order, (B, m) on the host, −1 after its last page."""
+        on_host = self._host_pages()
+        owners, numbers = on_host.pages
+        longest = needed(on_host.counts, self.page_size).max()
+        table = np.full((len(on_host.counts), longest), -1, np.int32)
         used = np.flatnonzero(owners >= 0)
         table[owners[used], numbers[used]] = used
         return table
 
     @property
     def k(self) -> Array:
-        """The keys, (B, H_kv, n, d_k), up to the longest entry: gathered into a copy, to be looked at."""
-        return self._dense(self._fresh().keys)
+        """The keys, (B, H_kv, n, d_k), up to the longest entry: a copy, for inspection."""
+        return self._dense(self._unconsumed().keys)
 
     @property
     def v(self) -> Array:
         """The values, (B, H_kv, n, d_v), as :attr:`k`."""
-        return self._dense(self._fresh().values)
+        return self._dense(self._unconsumed().values)
 
     def _dense(self, x: Array) -> Array:
         xp, table = self.place.backend.namespace(), np.clip(self.table, 0, None)
         (batch, m), (_, heads, size, d) = table.shape, x.shape
         pages = xp.take(x, native(table.reshape(-1), self.place), axis=0)  # (B · m, H_kv, size, d)
         dense = xp.permute_dims(xp.reshape(pages, (batch, m, heads, size, d)), (0, 2, 1, 3, 4))
-        return xp.reshape(dense, (batch, heads, m * size, d))[:, :, : int(self._ledger().counts.max()), :]
+        return xp.reshape(dense, (batch, heads, m * size, d))[:, :, : int(self._host_pages().counts.max()), :]
 
-    def _ledger(self) -> _Ledger:
-        """Return what says where positions are, on the host."""
+    def _host_pages(self) -> _HostPages:
+        """Return lengths and pages on the host, or raise if they are traced."""
         found = self._if_known()
         if found is None:
-            raise ArgumentError("cache: its lengths are traced, and its pages are not known here")
+            raise ArgumentError("cache: its lengths and pages are traced, so that their values are not known")
         return found
 
-    def _if_known(self) -> _Ledger | None:
-        self._fresh()
+    def _if_known(self) -> _HostPages | None:
+        """Return lengths and pages on the host, None if they are traced or on a device."""
+        self._unconsumed()
         counts, owners, numbers = (known(x, self.place) for x in (self.counts, self.owners, self.numbers))
         if counts is None or owners is None or numbers is None:
             return None
-        return _Ledger(counts, Pages(owners, numbers))
+        return _HostPages(counts, Pages(owners, numbers))
 
     # ---- append and rewind --------------------------------------------------------------------------------------
 
     def _grown(self, n: int) -> dict[str, Any]:
-        size, ledger = self.page_size, self._if_known()
-        if ledger is None:
+        size, on_host = self.page_size, self._if_known()
+        if on_host is None:
             xp, place = self.place.backend.namespace(), self.place
             counts, *pages = (native(x, place) for x in (self.counts, self.owners, self.numbers))
             return {"counts": counts + n, **Pages(*pages).allotted(xp, counts, n, size)._asdict()}
-        wanted = int(needed(ledger.counts + n, size).sum())
-        total = len(ledger.pages.owners)
+        wanted = int(needed(on_host.counts + n, size).sum())
+        total = len(on_host.pages.owners)
         if wanted > total:
             raise ArgumentError(
-                f"k: expected positions that the free pages have room for: {n} more for each entry make {wanted} "
-                f"pages of {size}, and the pool has {total}; the entries hold {ledger.counts.tolist()}"
+                f"k: expected positions for which there are free pages: {n} more for each entry make {wanted} "
+                f"pages of {size}, and the pool has {total}; the entries hold {on_host.counts.tolist()}"
             )
-        allotted = ledger.pages.allotted(host, ledger.counts, n, size)
-        return {"counts": np.asarray(ledger.counts + n, dtype=np.int32), **allotted._asdict()}
+        allotted = on_host.pages.allotted(host, on_host.counts, n, size)
+        return {"counts": np.asarray(on_host.counts + n, dtype=np.int32), **allotted._asdict()}
 
-    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
+    def _shortened(self, name: str, given: Any) -> dict[str, Any]:
         counts = rewound(self.counts, name, given, self.place)
-        kept, ledger = known(counts, self.place), self._if_known()
-        if kept is not None and ledger is not None:
-            return {"counts": counts, **ledger.pages.freed(host, kept, self.page_size)._asdict()}
+        kept, on_host = known(counts, self.place), self._if_known()
+        if kept is not None and on_host is not None:
+            return {"counts": counts, **on_host.pages.freed(host, kept, self.page_size)._asdict()}
         xp, (lengths, *pages) = (
             self.place.backend.namespace(),
             (native(x, self.place) for x in (counts, self.owners, self.numbers)),
@@ -176,22 +177,22 @@ class PagedKVCache(BaseCache):
         return {"counts": lengths, **Pages(*pages).freed(xp, lengths, self.page_size)._asdict()}
 
     def _written(self, k: Array, v: Array, following: dict[str, Any]) -> tuple[Array, Array]:
-        """Write each entry's part of each page that it reaches."""
-        ledger, size, n = self._if_known(), self.page_size, int(k.shape[2])
+        """Write the part of each new entry that falls into each page."""
+        on_host, size, n = self._if_known(), self.page_size, int(k.shape[2])
         pages, reached = Pages(following["owners"], following["numbers"]), (n + 2 * size - 2) // size
-        if ledger is None:
+        if on_host is None:
             xp, counts = self.place.backend.namespace(), native(self.counts, self.place)
         else:
-            xp, counts = host, ledger.counts
+            xp, counts = host, on_host.counts
         entries = xp.arange(counts.shape[0], dtype=xp.int32)
         numbers = (counts // size)[:, None] + xp.arange(reached, dtype=xp.int32)[None, :]  # (B, reached)
         found, there = pages.located(xp, entries, numbers)
-        if ledger is not None and self.in_place:
-            return self._written_in_place(k, v, ledger.counts.tolist(), found.tolist())
-        begins = numbers * size - counts[:, None]  # which of the new positions is a page's first
-        begins = xp.where(there, begins, xp.full_like(begins, n))  # no page: nothing to be written
-        whose = xp.broadcast_to(entries[:, None], numbers.shape)
-        steps = (native(xp.reshape(x, (-1,)), self.place) for x in (found, begins, whose))
+        if on_host is not None and self.in_place:
+            return self._written_in_place(k, v, on_host.counts.tolist(), found.tolist())
+        begins = numbers * size - counts[:, None]  # the index among the new positions of a page's first
+        begins = xp.where(there, begins, xp.full_like(begins, n))  # no page: nothing is written
+        owners = xp.broadcast_to(entries[:, None], numbers.shape)
+        steps = (native(xp.reshape(x, (-1,)), self.place) for x in (found, begins, owners))
         return writer(self.place.backend, self.place.device)(self.keys, self.values, k, v, *steps)
 
     def _written_in_place(self, k: Array, v: Array, starts: list[int], found: list[list[int]]) -> tuple[Array, Array]:
@@ -207,7 +208,7 @@ class PagedKVCache(BaseCache):
                 for i, new in enumerate((k, v)):
                     part, view = new[entry : entry + 1, :, first:stop, :], memory[i][page : page + 1, ...]
                     written = put(view, part, at, 2)
-                    if written is not view:  # where autograd follows, nothing is written in place
+                    if written is not view:  # with autograd nothing is written in place
                         memory[i] = put(memory[i], written, page, 0)
                 first = stop
         return memory[0], memory[1]
@@ -219,22 +220,22 @@ class PagedKVCache(BaseCache):
         expect_shape("q", q, (batch, *q.shape[-3:]))
         if isinstance(arguments.get("mask"), StructuredMask):
             raise ArgumentError(
-                f"mask: expected an array as wide as the capacity, {self.capacity}, got "
-                f"{type(arguments['mask']).__name__}, which knows a key by its place among all; these are in pages"
+                f"mask: expected an array with {self.capacity} keys, the capacity, got "
+                f"{type(arguments['mask']).__name__}, which depends on the index of a key; here keys are in pages"
             )
-        # What there would be if the pages lay side by side: the arguments are checked against it.
+        # The arguments are checked against the keys and values that a dense cache would have.
         dense = [ShapeDtype((batch, x.shape[1], self.capacity, x.shape[3]), x.dtype) for x in (self.keys, self.values)]
         given, options = checked_call(q, *dense, **self._cut(arguments, self.capacity), q_offset=0)
         _, heads, kv_heads, n_q, _, d_k, d_v = options["sizes"]
-        ledger = self._if_known() if self.in_place else None
-        if ledger is not None:  # pages that lie behind all that belong to somebody need not be read
-            total = max(int(np.flatnonzero(ledger.pages.owners >= 0).max(initial=0)) + 1, 1)
+        on_host = self._if_known() if self.in_place else None
+        if on_host is not None:  # pages after the last one in use are not read
+            total = max(int(np.flatnonzero(on_host.pages.owners >= 0).max(initial=0)) + 1, 1)
         together = max(1, min(total, NUMBERS // max(heads * n_q * (d_k + d_v), 1)))
-        if not self.in_place and heads // kv_heads * n_q <= size:  # queries are few, and a part of the pool is a copy
+        if not self.in_place and heads // kv_heads * n_q <= size:  # few queries; a part of the pool would be a copy
             together = total
         options |= {
             "sizes": Sizes((together,), heads, kv_heads, n_q, size, d_k, d_v),
-            "causal": options["causal"] and n_q > 1,  # nothing comes after the last position
+            "causal": options["causal"] and n_q > 1,  # no key comes after the last position
         }
         del options["q_offset"]
         placed = self._placed({name: x for name, x in given.items() if name not in ("k", "v")})
@@ -242,7 +243,7 @@ class PagedKVCache(BaseCache):
         return self._computed(OPERATION, placed, arrays, {"options": options, "pages": together})
 
     def _by_page(self, given: dict[str, Array], total: int, bias_by_pair: bool) -> dict[str, Array]:
-        """Return the arrays of the operation: what is given by entry and key, by page."""
+        """Return the arrays of the operation, with those by entry and key rearranged by page."""
         xp = self.place.backend.namespace()
         counts, owners, numbers = (native(x, self.place) for x in (self.counts, self.owners, self.numbers))
         owners, numbers = owners[:total], numbers[:total]
@@ -271,8 +272,8 @@ class PagedKVCache(BaseCache):
         return found
 
 
-class _Ledger(NamedTuple):
-    """Lengths and pages as NumPy's integers."""
+class _HostPages(NamedTuple):
+    """Lengths and pages as NumPy integers."""
 
     counts: np.ndarray[Any, np.dtype[np.int32]]
     pages: Pages

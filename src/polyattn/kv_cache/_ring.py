@@ -1,4 +1,4 @@
-"""Where positions lie in a sliding cache: the first few stay, the others go round in a ring."""
+"""The memory layout of a sliding cache: fixed slots for the first positions, a ring buffer for the others."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ __all__ = ["Ring"]
 
 
 class Ring(NamedTuple):
-    """Positions below ``first`` have a slot each; behind these every ``length`` positions take the same slots."""
+    """A slot for each position below ``first``, followed by a ring buffer of ``length`` slots for the others."""
 
     first: int
     length: int
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """The number of slots."""
         return self.first + self.length
 
     def slot(self, xp: Any, position: Array) -> Array:
-        """Return where positions are written."""
+        """Return the slots of positions."""
         return xp.where(position < self.first, position, self.first + (position - self.first) % self.length)
 
     def positions(self, xp: Any, slots: Array, lengths: Array) -> Array:
-        """Return what slots (m,) hold once ``lengths`` (B,) positions were written: (B, m), −1 for nothing."""
-        behind = lengths[:, None] - 1 - slots[None, :]  # (B, m); below 0 where the slot was not reached
-        turns = xp.where(slots[None, :] < self.first, xp.zeros_like(behind), behind // self.length)
-        return xp.where(behind < 0, xp.full_like(behind, -1), slots[None, :] + turns * self.length)
+        """Return the positions in slots (m,) after ``lengths`` (B,) positions were written: (B, m), −1 if empty."""
+        behind = lengths[:, None] - 1 - slots[None, :]  # (B, m); below 0 if nothing was written to the slot
+        rounds = xp.where(slots[None, :] < self.first, xp.zeros_like(behind), behind // self.length)
+        return xp.where(behind < 0, xp.full_like(behind, -1), slots[None, :] + rounds * self.length)
 
     def runs(self, starts: NDArray[np.int32], n: int) -> list[tuple[int, int]]:
-        """Return the parts of n new positions that lie side by side in every entry's slots and will not be lost."""
+        """Return the ranges of n new positions with consecutive slots in every entry, without overwritten ones."""
         new = starts[:, None] + np.arange(n + 1)  # (B, n + 1)
         at = self.slot(np, new)
         breaks = np.flatnonzero((np.diff(at[:, :-1], axis=1) != 1).any(axis=0)) + 1

@@ -1,4 +1,4 @@
-"""The keys and values of the last positions: what is read and kept does not grow with the text."""
+"""The key-value cache of a sliding window, with memory and time independent of the length of the sequence."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ __all__ = ["SlidingKVCache"]
 class SlidingKVCache(InOrderCache):
     """Keys and values of the last ``window`` positions, and of the first ``sink_tokens`` if any. Use :meth:`create`.
 
-    A query sees the ``window`` positions that end with its own, as with ``window=(window - 1, 0)`` of
-    :func:`polyattn.attention`, and the sink tokens besides. The memory is a ring: a new position is written over
-    the one that no query can see any more. Positions are those in the text, however long it is: turn queries and
-    keys by ``offset=cache.position``. Its use is that of :class:`KVCache`; it never overflows.
+    A query may attend to the ``window`` positions that end with its own, as with ``window=(window - 1, 0)`` of
+    :func:`polyattn.attention`, and to the sink tokens. The memory is a ring buffer: a new position overwrites one that
+    no later query can see. Positions are counted from the start of the sequence: rotate queries and keys with
+    ``offset=cache.position``. The methods are those of :class:`KVCache`; the capacity is never exceeded.
 
-    ``chunk`` is how many queries at a time :meth:`attention` takes, and how many positions :meth:`rewind` can take
-    back: the ring holds ``window + chunk − 1``. Any number of positions can be appended at once; of a prompt that
-    was attended to elsewhere (``polyattn.attention(…, causal=True, window=(window - 1, 0))``) the last are kept.
+    ``chunk`` is the largest number of queries in a call of :meth:`attention`, and of positions that :meth:`rewind` can
+    remove: the ring buffer holds ``window + chunk − 1`` positions. Any number of positions can be appended at once.
+    For a long prompt, call ``polyattn.attention(…, causal=True, window=(window - 1, 0))`` and append its keys and
+    values, of which the cache keeps the last.
 
-    A mask, a bias and the ids of the keys are as wide as the capacity, in the order of the memory, which
-    :attr:`key_positions` tells; so are :attr:`k` and :attr:`v`. Structured masks and biases, which know keys by
-    their order, and dropout, whose bits do too, are not taken.
+    The key axis of a mask, a bias or segment ids has the length ``capacity`` and the order of the memory, which
+    :attr:`key_positions` shows; :attr:`k` and :attr:`v` have the same order. Structured masks and biases, and dropout,
+    are not supported, since they depend on the index of a key.
 
     Notes
     -----
-    Xiao et al., "Efficient streaming language models with attention sinks" (2023), but for their positions:
-    sink tokens keep their own here, and are not moved to the front of the window.
+    Xiao et al., "Efficient streaming language models with attention sinks" (2023). Unlike there, sink tokens keep
+    their positions, and are not moved to the start of the window.
 
     Examples
     --------
@@ -55,7 +56,7 @@ class SlidingKVCache(InOrderCache):
     """
 
     lows: Array
-    """The first position behind the sink tokens that is still held, for each entry; kept like ``counts``."""
+    """The first position after the sink tokens still in memory, for each entry; of the same kind as ``counts``."""
     window: int
     sink_tokens: int
     chunk: int
@@ -74,17 +75,17 @@ class SlidingKVCache(InOrderCache):
         Parameters
         ----------
         batch, kv_heads, window, head_dim : int
-            Its memory is (batch, kv_heads, sink_tokens + window + chunk − 1, head_dim) for the keys.
+            The memory of the keys is (batch, kv_heads, sink_tokens + window + chunk − 1, head_dim).
         value_dim : int, optional
-            The features of a value; the default is ``head_dim``.
+            The number of features of a value; the default is ``head_dim``.
         sink_tokens : int
-            How many of the first positions are kept, beside those of the window.
+            The number of first positions that are kept in addition to the window.
         chunk : int
-            How many queries :meth:`attention` takes at a time.
+            The largest number of queries in a call of :meth:`attention`.
         dtype : str
-            Of what it takes.
+            The dtype of keys, values and queries.
         backend, device : str, optional
-            Where it is; the default is the selection in force, else NumPy.
+            The place of the cache; the default is the selection in force, else NumPy.
 
         Raises
         ------
@@ -94,15 +95,15 @@ class SlidingKVCache(InOrderCache):
         (batch, kv_heads, window, chunk), features = sizes_of(head_dim, value_dim, **sizes)
         sink_tokens = size_of("sink_tokens", sink_tokens, least=0)
         shape = (batch, kv_heads, Ring(sink_tokens, window + chunk - 1).slots)
-        return cls._made(
+        return cls._empty(
             batch, shape, features, dtype, backend, device, lows=np.zeros(batch, np.int32),
             window=window, sink_tokens=sink_tokens, chunk=chunk,
         )  # fmt: skip
 
     @property
     def key_positions(self) -> Array:
-        """The position of what lies in each place of the memory: int32 (B, capacity), −1 for nothing."""
-        self._fresh()
+        """The position in each slot of the memory: int32 (B, capacity), −1 for an empty slot."""
+        self._unconsumed()
         xp = self.place.backend.namespace()
         return self._positions(xp, native(self.counts, self.place), native(self.lows, self.place), self.capacity)
 
@@ -128,7 +129,7 @@ class SlidingKVCache(InOrderCache):
         return {"counts": counts, "lows": np.maximum(lows, counts - np.int32(self._ring.length))}
 
     def _written(self, k: Array, v: Array, following: dict[str, Any]) -> tuple[Array, Array]:
-        """Write each run of neighbours; where there are several and the library copies, all of them at once."""
+        """Write each range of consecutive slots; if there are several and the library copies, all at once."""
         put, ring, n = self.place.backend.update_slice, self._ring, int(k.shape[2])
         held, keys, values = known(self.counts, self.place), self.keys, self.values
         if held is None and n == 1:
@@ -143,31 +144,31 @@ class SlidingKVCache(InOrderCache):
         return keys, values
 
     def _selected(self, x: Array, new: Array, counts: Array) -> Array:
-        """Return the memory with each place taken from the new positions, if it holds one of them."""
+        """Return the memory with new positions written, as a selection between old and new for each slot."""
         xp, (batch, heads, n, d) = self.place.backend.namespace(), new.shape
         device = self.place.backend.native_device(self.place.device)
         after = native(counts, self.place)
         held = self._ring.positions(xp, xp.arange(self.capacity, dtype=xp.int32, device=device), after)  # (B, slots)
-        number = held - (after[:, None] - n)  # which of the new ones
+        number = held - (after[:, None] - n)  # the index among the new positions
         rows = xp.clip(number, 0, n - 1) + xp.arange(batch, dtype=xp.int32, device=device)[:, None] * n
         flat = xp.reshape(xp.permute_dims(new, (0, 2, 1, 3)), (batch * n, heads, d))
         taken = xp.reshape(xp.take(flat, xp.reshape(rows, (-1,)), axis=0), (batch, self.capacity, heads, d))
         return xp.where((number >= 0)[:, None, :, None], xp.permute_dims(taken, (0, 2, 1, 3)), x)
 
-    def _cut_back(self, name: str, given: Any) -> dict[str, Any]:
+    def _shortened(self, name: str, given: Any) -> dict[str, Any]:
         counts = rewound(self.counts, name, given, self.place)
         kept, lows = known(counts, self.place), known(self.lows, self.place)
         if kept is None or lows is None:
             return {"counts": counts}
         if not self._holds(kept, kept, lows).all():
             raise ArgumentError(
-                f"{name}: expected to take back no more than chunk={self.chunk} positions of a full ring, since older "
-                f"ones are overwritten; the lengths are {self.counts.tolist()}, got {shown(given)}"
+                f"{name}: expected to remove at most chunk={self.chunk} positions, since older ones are "
+                f"overwritten; the lengths are {self.counts.tolist()}, got {shown(given)}"
             )
         return {"counts": counts, "lows": np.where(kept <= self.sink_tokens, np.minimum(lows, kept), lows)}
 
     def _holds(self, first: Any, kept: Any, lows: Any) -> Any:
-        """Say, for each entry, whether all is held that a query at position ``first`` may see of ``kept`` positions."""
+        """Return for each entry whether memory has all of ``kept`` positions that a query at ``first`` may see."""
         return (kept <= self.sink_tokens) | (np.maximum(self.sink_tokens, first - self.window + 1) >= lows)
 
     # ---- attention ----------------------------------------------------------------------------------------------
@@ -176,8 +177,8 @@ class SlidingKVCache(InOrderCache):
         for name in ("mask", "bias"):
             if isinstance(arguments.get(name), StructuredMask | StructuredBias):
                 raise ArgumentError(
-                    f"{name}: expected an array as wide as the capacity, {self.capacity}, got "
-                    f"{type(arguments[name]).__name__}, which knows keys by their order; this memory is a ring"
+                    f"{name}: expected an array with {self.capacity} keys, the capacity, got "
+                    f"{type(arguments[name]).__name__}, which depends on the index of a key; this is a ring buffer"
                 )
         n_q = int(q.shape[-2])
         self._expect_held(n_q)
@@ -189,7 +190,7 @@ class SlidingKVCache(InOrderCache):
         mask = self._masked(arrays.get("mask"), n_q, end, options["causal"])
         if mask is not None:
             arrays["mask"] = mask
-        return self._computed(_attention.OPERATION, placed, arrays, {**options, "causal": False})  # the mask has it
+        return self._computed(_attention.OPERATION, placed, arrays, {**options, "causal": False})  # causal in mask
 
     def _expect_held(self, n_q: int) -> None:
         held, lows = known(self.counts, self.place), known(self.lows, self.place)
@@ -201,7 +202,7 @@ class SlidingKVCache(InOrderCache):
             )
 
     def _masked(self, mask: Array | None, n_q: int, end: int, causal: bool) -> Array | None:
-        """Return the mask together with what the window leaves, None if nothing is excluded."""
+        """Return the mask combined with the window and causality, None if no pair is excluded."""
         held, lows = known(self.counts, self.place), known(self.lows, self.place)
         if held is not None and lows is not None and self._seen(np, held, lows, n_q, end, causal).all():
             return mask
@@ -210,7 +211,7 @@ class SlidingKVCache(InOrderCache):
         return seen if mask is None else xp.logical_and(mask, seen)
 
     def _seen(self, xp: Any, counts: Array, lows: Array, n_q: int, end: int, causal: bool) -> Array:
-        """Return which query may see which place of the memory, (B, 1, n_q, end)."""
+        """Return which slots of the memory each query may see, (B, 1, n_q, end)."""
         device = None if xp is np else self.place.backend.native_device(self.place.device)
         key = self._positions(xp, counts, lows, end)[:, None, :]  # (B, 1, end)
         row = xp.arange(n_q, dtype=xp.int32, device=device)

@@ -1,4 +1,4 @@
-"""Layers: parameters over the operations of :mod:`polyattn.functional`, forward and backward, one a file."""
+"""Layers: parameters and the operations of :mod:`polyattn.functional`, with forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedding layer: a table of rows, taken by index."""
+"""The embedding layer: a table whose rows are looked up by index."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class EmbeddingInputs(NamedTuple):
 
 
 class Embedding(Layer):
-    """A table of rows, taken by index: :func:`polyattn.functional.embedding`.
+    """A table whose rows are looked up by index: :func:`polyattn.functional.embedding`.
 
     Parameters
     ----------
     count, features : int
-        ``weight`` is (count, features). It starts normal, with deviation 1/√features: rows of length one, about.
+        ``weight`` is (count, features), initially drawn from a normal distribution with standard deviation
+        1/√features, so that rows have norm about 1.
     seed : int
         The same seed gives the same table on every backend.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
@@ -56,28 +57,28 @@ class Embedding(Layer):
         super().__init__({"weight": weight}, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         return {"count": self.count, "features": self.features}
 
     def __call__(self, indices: Array) -> Array:
-        """Return the rows (…, features) of indices (…), and keep nothing."""
-        return self._call({"indices": indices}, seen=checked_indices(indices, self.count))
+        """Return the rows (…, features) of indices (…), without a cache."""
+        return self._call({"indices": indices}, in_range=checked_indices(indices, self.count))
 
     def forward(self, indices: Array) -> tuple[Array, Cache]:
         """Return ``(y, cache)``."""
-        return self._call_with_cache({"indices": indices}, seen=checked_indices(indices, self.count))
+        return self._call_with_cache({"indices": indices}, in_range=checked_indices(indices, self.count))
 
     def backward(self, dy: Array, cache: Cache) -> tuple[EmbeddingInputs, dict[str, Array]]:
-        """Return None for the indices, and {weight}: for each row the sum of dy over where it was taken."""
+        """Return None for the indices, and {weight}: for each row the sum of dy over the indices that selected it."""
         return self._call_backward(dy, cache)
 
-    def native_forward(self, backend: Backend, indices: Array, *, seen: bool) -> tuple[Array, _embedding.Saved]:
+    def native_forward(self, backend: Backend, indices: Array, *, in_range: bool) -> tuple[Array, _embedding.Saved]:
         """Return the rows of the indices."""
-        return _embedding.forward(backend, indices, self._parameters["weight"], count=self.count, seen=seen)
+        return _embedding.forward(backend, indices, self._parameters["weight"], count=self.count, in_range=in_range)
 
     def native_backward(
         self, backend: Backend, dy: Array, saved: _embedding.Saved
     ) -> tuple[EmbeddingInputs, dict[str, Array]]:
-        """Reverse the forward."""
+        """Return the gradients of the input and the parameters."""
         _, dweight = _embedding.backward(backend, dy, saved)
         return EmbeddingInputs(None), {"weight": dweight}

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a transformer: up, through an activation or a gate, and down again."""
+"""The feed-forward layer of a transformer: up projection, activation or gated unit, down projection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FeedForward", "FeedForwardInputs"]
 
 
 class Activation(NamedTuple):
-    """The native functions of an activation, and their static arguments; a gated one takes two arrays."""
+    """The native functions of an activation and their static arguments; a gated activation takes two arrays."""
 
     operation: Any
     options: dict[str, Any]
@@ -48,24 +48,24 @@ class Saved(NamedTuple):
 
 
 class FeedForward(Layer):
-    """Two projections around an activation, or three around a gate.
+    """Two projections with an activation between them, or three with a gated activation.
 
     Parameters
     ----------
     d_model, hidden : int
-        Length of the last axis, and of what is between the projections.
+        Width of the input and of the result, and width between the projections.
     activation : {"gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"}
         The last two are gated: φ(x W_gate) ⊙ x W_up, so there is a third projection. gelu is the exact one,
         gelu_tanh its approximation by tanh, as in GPT-2.
     bias : bool
-        Whether the projections have biases; they start at zero.
+        Whether the projections have biases, initially zero.
     init : {"xavier_uniform", "normal"}
-        Distribution of the weights: uniform within ±√(6/(in + out)), or normal with deviation 1/√in.
+        Distribution of the weights: uniform within ±√(6/(in + out)), or normal with standard deviation 1/√in.
     seed : int
         The same seed gives the same parameters on every backend.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
@@ -105,11 +105,11 @@ class FeedForward(Layer):
         super().__init__({}, **shared)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         return {name: getattr(self, name) for name in ("d_model", "hidden", "activation", "bias")}
 
     def __call__(self, x: Array) -> Array:
-        """Return the layer's result for x (…, d_model), and keep nothing."""
+        """Return the layer's result for x (…, d_model), without a cache."""
         return self._call(self._checked_input(x, self.d_model))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
@@ -119,7 +119,7 @@ class FeedForward(Layer):
     def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[FeedForwardInputs, dict[str, Array]]:
         """Return dx, and the gradients of the parameters by name, summed over every leading axis.
 
-        ``inputs=False``, for the first layer of a model, leaves out dx: it is None.
+        With ``inputs=False``, for the first layer of a model, dx is None and not computed.
         """
         return self._call_backward(dy, cache, inputs=inputs)
 
@@ -139,10 +139,10 @@ class FeedForward(Layer):
     def native_backward(
         self, backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True
     ) -> tuple[FeedForwardInputs, dict[str, Array]]:
-        """Reverse each line; without ``inputs`` the gradient of x is None."""
+        """Compute the gradients in reverse order; without ``inputs`` that of x is None."""
         operation = ACTIVATIONS[self.activation].operation
         (dinner,), ddown_proj = self.down_proj.native_backward(backend, dy, saved.down_proj)
-        *dgates, dup = operation.backward(backend, dinner, saved.activation)  # a gate has a gradient of its own
+        *dgates, dup = operation.backward(backend, dinner, saved.activation)  # with a gate, its gradient comes first
         (dx,), dup_proj = self.up_proj.native_backward(backend, dup, saved.up_proj, inputs=inputs)
         if self.gate_proj is None or saved.gate_proj is None:
             return FeedForwardInputs(dx), named(up_proj=dup_proj, down_proj=ddown_proj)

@@ -1,4 +1,4 @@
-"""From a projection to the heads of attention, and back: split, normalise, rotate."""
+"""Between a projection and attention: split into heads, query-key norm, rotary embedding; and the backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def forward(
     backend: Backend, x: Array, heads: int, norm: Layer | None, rotation: Rotation | None, positions: Array | None,
     offset: int | Array,
 ) -> tuple[Array, Saved]:  # fmt: skip
-    """(…, n, H·d) → (…, H, n, d): split, normalised and rotated where the layer does so."""
+    """(…, n, H·d) → (…, H, n, d): split into heads, then normalised and rotated if the layer does so."""
     norm_saved = rotary_saved = None
     x = split_heads(backend.namespace(), x, heads)  # (…, H, n, d)
     if norm is not None:
@@ -33,7 +33,7 @@ def forward(
 
 
 def backward(backend: Backend, dx: Array, saved: Saved, norm: Layer | None) -> tuple[Array, dict[str, Array]]:
-    """(…, H, n, d) → (…, n, H·d): the gradient of the projection, and those of the norm's parameters."""
+    """(…, H, n, d) → (…, n, H·d): the gradient of the projection's result, and those of the norm's parameters."""
     dnorm: dict[str, Array] = {}
     if saved.rotary is not None:
         dx = _rotary_embedding.backward(backend, dx, saved.rotary).x

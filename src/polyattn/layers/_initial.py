@@ -1,4 +1,4 @@
-"""Initial values of weights: drawn by NumPy, so that a seed gives the same ones on every backend."""
+"""Initial values of weights, drawn by NumPy so that a seed gives the same values on every backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INITS = ("xavier_uniform", "normal")
 
 
 def generator(seed: int | np.random.Generator) -> np.random.Generator:
-    """Return the stream from which a layer draws its weights, in the order of their names; a block's parts share it."""
+    """Return the generator from which a layer draws its weights in order; the child layers of a block share it."""
     if isinstance(seed, np.random.Generator):
         return seed
     try:
@@ -39,7 +39,7 @@ def initial_weight(rng: np.random.Generator, init: str, fan_in: int, fan_out: in
 
 
 def checked_sizes(**sizes: Any) -> tuple[int, ...]:
-    """Return positive integers, Python's or NumPy's, as Python's."""
+    """Check that sizes are positive integers, of Python or NumPy, and return them as Python integers."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
             raise ShapeError(f"{name}: expected a positive integer, got {size!r}")

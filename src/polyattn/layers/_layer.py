@@ -1,4 +1,4 @@
-"""What all layers share: parameters by name, child layers, the place to which a layer is bound, and its dispatch."""
+"""The base class of layers: parameters by name, child layers, the place of a layer, and the dispatch of its calls."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Inputs = TypeVar("Inputs", bound=NamedTuple)
 
 
 class Layer:
-    """Parameters, child layers and a formula over them.
+    """The base class of layers: parameters, child layers, forward and backward.
 
-    A subclass assigns its child layers to attributes and writes the formula in :meth:`native_forward` and
+    A subclass assigns its child layers to attributes and implements :meth:`native_forward` and
     :meth:`native_backward`, which call those of the children.
 
-    A layer is bound when it is made: to ``backend=``, else to the selection in
-    force, else to NumPy. Bound by argument or selection it takes arrays of any
-    library and returns that library's; bound by default it takes NumPy's.
-    To JAX, once bound to it, a layer is a pytree with the parameters as its leaves.
+    A layer is bound to a place when it is created: ``backend=``, else the selection
+    in force, else NumPy. Bound by argument or selection, it takes arrays of any
+    library and returns arrays of that library; bound by default, it takes NumPy arrays
+    only. A layer that is bound to JAX is a pytree with the parameters as leaves.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Layer:
         self._parameters = {name: _created(x, self._dtype, self._place) for name, x in parameters.items()}
         self._place.backend.register(type(self))
 
-    # ---- what it is -------------------------------------------------------------------------------------------
+    # ---- properties -------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
@@ -51,21 +51,21 @@ class Layer:
 
     @property
     def device(self) -> str | None:
-        """The device of its parameters."""
+        """The device of the parameters."""
         return self._place.device
 
     @property
     def place(self) -> Place:
-        """Where the parameters are, and where a call is computed."""
+        """The place where the parameters are and calls are computed."""
         return self._place
 
     @property
     def dtype(self) -> str:
-        """The element type of its parameters, and of the inputs that it takes."""
+        """The dtype of the parameters, and of the inputs that the layer takes."""
         return self._dtype
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -73,7 +73,7 @@ class Layer:
         return f"{type(self).__name__}({arguments}, dtype={self.dtype!r}, backend={self.backend!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: of the backend its name, since there is one of it in a process."""
+        """Return the state for copy and pickle, with the backend by name, as there is one instance in a process."""
         return {**self.__dict__, "_place": (self._place.backend.name, self._place.device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Layer:
         self.__dict__.update(state, _place=Place(registry.ready(name), device))
         self._place.backend.register(type(self))
 
-    # ---- the formula, on native arrays of the layer's library ------------------------------------------------------
+    # ---- forward and backward, on native arrays of the layer's library ---------------------------------------------
 
     def native_forward(self, backend: Backend, *inputs: Any, **arguments: Any) -> tuple[Array, Any]:
         """Return ``(y, saved)``, with ``saved`` the record that the backward needs."""
@@ -94,7 +94,7 @@ class Layer:
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Array]:
-        """Return the parameters by dotted name, in a dict of its own; the arrays are the layer's."""
+        """Return the parameters by dotted name, in a new dict with the layer's own arrays."""
         found = {}
         for name, child in vars(self).items():
             if isinstance(child, Layer):
@@ -103,29 +103,29 @@ class Layer:
         return {**found, **self._parameters}
 
     def with_parameters(self, parameters: Mapping[str, Array]) -> Self:
-        """Return a layer that uses these very arrays: the training step, and what ``jax.jit`` traces.
+        """Return a layer that uses these arrays, not copies: for a training step, also one that ``jax.jit`` traces.
 
         Raises
         ------
         CheckpointError
-            If names, shapes or dtypes are not this layer's.
+            If names, shapes or dtypes do not match the layer's.
         BackendMismatchError
             If the arrays are not of the library and device to which the layer is bound.
         """
         self.expect_parameters(parameters)
-        self._expect_here(parameters)
+        self._expect_at_place(parameters)
         return self.with_arrays(parameters)
 
     def with_arrays(
         self, parameters: Mapping[str, Any], *, dtype: str | None = None, place: Place | None = None
     ) -> Self:
-        """Return a layer of the same architecture that uses these arrays; unlike :meth:`with_parameters`, unchecked.
+        """Return a layer of the same architecture that uses these arrays, which are not checked.
 
-        ``dtype`` and ``place`` are what the arrays have, where that is not what this layer's have; a layer for which
-        a place is given takes inputs of any library.
+        Give ``dtype`` and ``place`` of the arrays if they differ from this layer's. If a place is given, the new layer
+        takes inputs of any library.
         """
         other = object.__new__(type(self))
-        for name, value in vars(self).items():  # torch.compile follows this, and not an update of __dict__
+        for name, value in vars(self).items():  # torch.compile traces this, not an update of __dict__
             setattr(other, name, value)
         other._parameters = {name: parameters[name] for name in self._parameters}
         if dtype is not None:
@@ -138,29 +138,29 @@ class Layer:
         return other
 
     def load_parameters(self, parameters: Mapping[str, Array]) -> None:
-        """Replace the parameters by copies of these, of any library.
+        """Replace the parameters by copies of these arrays, of any library.
 
         Raises
         ------
         CheckpointError
-            If names, shapes or dtypes are not this layer's; it is then unchanged.
+            If names, shapes or dtypes do not match the layer's, which does not change then.
         """
         self.expect_parameters(parameters)
-        with self._place.backend.scope():  # a copy of the values, not a step that autograd goes back through
+        with self._place.backend.scope():  # copies that autograd does not record
             copies = {name: move(parameters[name], self._place, name=name, copy=True) for name in self.parameters()}
         self._assign(copies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the parameters as safetensors, whole or not at all."""
+        """Write the parameters to a safetensors file, atomically."""
         write_tensors(path, self.parameters(), {"layer": type(self).__name__})
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read parameters that a layer of the same architecture saved.
+        """Load the parameters that a layer of the same architecture saved.
 
         Raises
         ------
         CheckpointError
-            If the file is damaged, or its names, shapes or dtypes are not this layer's.
+            If the file is damaged, or its names, shapes or dtypes do not match the layer's.
         """
         tensors, _ = read_tensors(path)
         try:
@@ -169,7 +169,7 @@ class Layer:
             raise CheckpointError(f"{os.fspath(path)}: {error}") from None
 
     def to(self, backend: str, device: str | None = None) -> Self:
-        """Return the layer on another backend or device; from there it takes arrays of any library."""
+        """Return the layer on another backend or device; the new layer takes arrays of any library."""
         chosen = registry.ready(backend)
         device = checked_device(chosen, device)
         if device is None:
@@ -186,7 +186,7 @@ class Layer:
         Raises
         ------
         CheckpointError
-            That lists what is missing, unexpected or does not fit.
+            With all names that are missing, unexpected or do not fit.
         """
         if not isinstance(parameters, Mapping):
             raise CheckpointError(f"parameters: expected a dict of arrays by name, got {type(parameters).__name__}")
@@ -205,12 +205,12 @@ class Layer:
             raise CheckpointError(f"parameters do not fit {type(self).__name__}: {'; '.join([*faults, *misfits])}")
 
     def flattened(self) -> tuple[tuple[Array, ...], LayerStructure]:
-        """Return the parameters, and the rest of the layer: what JAX, to which a layer is a pytree, asks of it."""
+        """Return the parameters and the rest of the layer, as JAX needs them for a pytree."""
         return tuple(self.parameters().values()), LayerStructure(self)
 
     @classmethod
     def unflattened(cls, structure: LayerStructure, parameters: Sequence[Any]) -> Self:
-        """Reverse :meth:`flattened`. Parameters may be anything: gradients, placeholders, stacks of several layers'."""
+        """Reverse :meth:`flattened`. Parameters may be any objects: gradients, placeholders, stacked parameters."""
         layer: Any = structure.layer.with_arrays(dict(zip(structure.names, parameters, strict=True)))
         return layer  # type: ignore[no-any-return]  # the structure is of this class
 
@@ -222,7 +222,7 @@ class Layer:
     def _children(self) -> dict[str, Layer]:
         return {name: x for name, x in vars(self).items() if isinstance(x, Layer)}
 
-    def _expect_here(self, parameters: Mapping[str, Array]) -> None:
+    def _expect_at_place(self, parameters: Mapping[str, Array]) -> None:
         for name, x in parameters.items():
             place = place_of({name: x})
             if place.backend is not self._place.backend or place.device not in (None, self._place.device):
@@ -231,10 +231,10 @@ class Layer:
                     "convert it with polyattn.to_backend, or copy it in with load_parameters"
                 )
 
-    # ---- dispatch: from the caller's arrays to native ones, and back ------------------------------------------------
+    # ---- dispatch: from the caller's arrays to native arrays, and back ----------------------------------------------
 
     def _call(self, inputs: Mapping[str, Array | None], **options: Any) -> Array:
-        """Return the result; the library's own differentiation goes through the native backward, parameters too."""
+        """Return the result; the library's automatic differentiation uses the native backward, also for parameters."""
         placed, parameters = self._placed(inputs), self.parameters()
 
         def forward(backend: Backend, **arrays: Any) -> tuple[Array, Any]:
@@ -257,7 +257,7 @@ class Layer:
         return finish(type(self).__name__, placed, y, saved)
 
     def _call_backward(self, dy: Array, cache: Cache, **options: Any) -> tuple[Any, dict[str, Array]]:
-        """Return the gradients of the inputs, in their library, and of the parameters, where those are."""
+        """Return the gradients of the inputs, on the input device, and of the parameters, at the layer's place."""
         expect_cache(cache, type(self).__name__)
         dy, native = upstream(dy, cache.y_shape, cache.y_dtype, cache, "dy"), cache.place.backend
         with native.scope():
@@ -274,7 +274,7 @@ class Layer:
         expect_dtype(self.dtype, "the layer's", **inputs)
 
     def _checked_input(self, x: Array, features: int) -> dict[str, Array | None]:
-        """Return x (…, features) as a layer's one input, or raise what is wrong with it."""
+        """Check the only input of a layer, x (…, features), and return it by name."""
         self._expect_dtype(x=x)
         expect_rank("x", x, 1)
         if x.shape[-1] != features:
@@ -283,9 +283,9 @@ class Layer:
 
 
 class LayerStructure:
-    """A layer without its parameters. Two are equal whose layers compute alike from parameters of the same names.
+    """A layer without its parameters, hashable: compiled functions are looked up by it.
 
-    It keeps no parameter alive: what is compiled for a layer is looked up by it.
+    Two are equal if their layers compute the same function of the parameters. It does not keep parameters alive.
     """
 
     __slots__ = ("_key", "layer", "names")
@@ -307,12 +307,12 @@ class LayerStructure:
 
 
 def named(**of_children: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the arrays of child layers by dotted name, "q_proj.weight" for instance."""
+    """Return the arrays of child layers by dotted name, such as "q_proj.weight"."""
     return {f"{child}.{name}": x for child, arrays in of_children.items() for name, x in arrays.items()}
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Return names as a message lists them."""
+    """Return names as a list for a message, shortened to ``most`` names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -321,14 +321,14 @@ def _described(x: Any) -> str:
 
 
 def _hashable(x: Any) -> Hashable:
-    """Return a layer's settings, dicts and lists among them, as something that can be looked up."""
+    """Return a layer's settings, with their dicts and lists, as hashable tuples."""
     if isinstance(x, Mapping):
         return tuple((name, _hashable(value)) for name, value in sorted(x.items()))
     return tuple(map(_hashable, x)) if isinstance(x, list | tuple) else x
 
 
 def _created(x: np.ndarray[Any, Any], dtype: str, place: Place) -> Array:
-    """Return initial values on a backend, rounded on the host where NumPy has the dtype, so that all have the same."""
+    """Return initial values at a place, rounded by NumPy if it has the dtype, so that all backends have the same."""
     target = place.backend.dtype(dtype)
     host = x.astype("float32" if dtype == "bfloat16" else dtype, order="C")
     native = place.backend.asarray(host, place.device, None)

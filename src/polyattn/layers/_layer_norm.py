@@ -23,19 +23,19 @@ class LayerNormInputs(NamedTuple):
 
 
 class LayerNorm(Layer):
-    """Normalisation of the last axis with gain and shift: :func:`polyattn.functional.layer_norm`.
+    """Layer normalisation of the last axis, with gain and shift: :func:`polyattn.functional.layer_norm`.
 
     Parameters
     ----------
     features : int
-        Length of the last axis. ``weight`` (features,) starts at one.
+        Length of the last axis. ``weight`` (features,) is initially one.
     eps : float
         Added to the variance, inside the root.
     bias : bool
-        Whether there is a shift ``bias`` (features,); it starts at zero.
+        Whether there is a shift ``bias`` (features,), initially zero.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
@@ -60,11 +60,11 @@ class LayerNorm(Layer):
         super().__init__(parameters, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         return {"features": self.features, "eps": self.eps, "bias": self.bias}
 
     def __call__(self, x: Array) -> Array:
-        """Return x (…, features) normalised, and keep nothing."""
+        """Return x (…, features) normalised, without a cache."""
         return self._call(self._checked_input(x, self.features))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
@@ -84,6 +84,6 @@ class LayerNorm(Layer):
     def native_backward(
         self, backend: Backend, dy: Array, saved: _layer_norm.Saved
     ) -> tuple[LayerNormInputs, dict[str, Array]]:
-        """Reverse the forward."""
+        """Return the gradients of the input and the parameters."""
         dx, dweight, dbias = _layer_norm.backward(backend, dy, saved)
         return LayerNormInputs(dx), {"weight": dweight} if dbias is None else {"weight": dweight, "bias": dbias}

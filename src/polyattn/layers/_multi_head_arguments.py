@@ -1,4 +1,4 @@
-"""The arguments of multi-head attention: checked, and divided into arrays and static arguments."""
+"""Checks of the arguments of multi-head attention, and their division into arrays and static arguments."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 NORMS = ("layer", "rms")
 ROTARY: dict[str, Any] = {"base": DEFAULT_BASE, "dim": None, "interleaved": False, "scaling": None}
-"""The settings of a rotary embedding, and what they are where they are not given."""
+"""The settings of a rotary embedding, with their defaults."""
 
 
 def checked_norm(name: str, norm: Any) -> str:
-    """Return the name of a norm."""
+    """Check the name of a norm, and return it."""
     if norm not in NORMS:
         raise ArgumentError(f"{name}: expected one of {', '.join(NORMS)}, got {shown(norm)}")
     return str(norm)
 
 
 def checked_rotary(rotary: Any, head_dim: int) -> tuple[dict[str, Any] | None, Rotation | None]:
-    """Return all settings of a rotary embedding, and its rotation; None twice where there is none."""
+    """Return all settings of a rotary embedding and its rotation, or ``(None, None)`` without one."""
     if rotary is None or rotary is False:
         return None, None
     given = {} if rotary is True else rotary
@@ -43,23 +43,23 @@ def checked_rotary(rotary: Any, head_dim: int) -> tuple[dict[str, Any] | None, R
         raise ArgumentError(f"rotary: expected True, or a dict with some of {', '.join(ROTARY)}, got {shown(rotary)}")
     settings = {**ROTARY, **given}
     if settings["dim"] is None and head_dim % 2:
-        raise ShapeError(f"head_dim: expected an even number to rotate, got {head_dim}; rotary's dim rotates fewer")
+        raise ShapeError(f"head_dim: expected an even number to rotate, got {head_dim}; or give rotary a smaller dim")
     return settings, checked_rotation(ShapeDtype((head_dim,), None), **settings)
 
 
 class Inputs(NamedTuple):
-    """What a call projects to queries, keys and values, each array once."""
+    """The inputs that a call projects to queries, keys and values, each array once."""
 
     query: Array
     key: Array | None = None
-    """None where it is the query."""
+    """None if it is the query."""
     value: Array | None = None
-    """None where it is the query (``value_is_query``) or the key."""
+    """None if it is the query (``value_is_query``) or the key."""
     value_is_query: bool = False
 
     @property
     def sources(self) -> tuple[Array, Array]:
-        """What keys and values are projected from."""
+        """The inputs from which keys and values are projected."""
         key = self.query if self.key is None else self.key
         return key, self.value if self.value is not None else self.query if self.value_is_query else key
 
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 def checked_inputs(
     layer: MultiHeadAttention, query: Array, key: Array | None = None, value: Array | None = None
 ) -> Inputs:
-    """Return the inputs, each array once, or raise what is wrong with them."""
+    """Check the inputs, and return each array once."""
     expect_dtype(layer.dtype, "the layer's", query=query, key=key, value=value)
     key = None if key is query else key
     of_key, of_value = Inputs(query, key, value).sources
@@ -88,7 +88,7 @@ def checked_arguments(
     layer: MultiHeadAttention, arguments: dict[str, Any], query: Array, key: Array | None = None,
     value: Array | None = None,
 ) -> Arguments:  # fmt: skip
-    """Return the arrays and the static arguments of a call by name, or raise what is wrong with them."""
+    """Check the arguments of a call, and return its arrays and static arguments by name."""
     positions = arguments.pop("positions", None)
     expect_keywords(type(layer).__name__, arguments, "scale", *(("sinks",) if layer.sinks else ()))
     inputs = checked_inputs(layer, query, key, value)
@@ -110,7 +110,7 @@ def checked_arguments(
 
 
 def checked_positions(positions: Any, query: Array, key: Array | None, rotation: Rotation | None) -> dict[str, Array]:
-    """Return the positions of the queries and of the keys by name, where they are given."""
+    """Check given positions, and return those of the queries and of the keys by name."""
     if rotation is None:
         raise ArgumentError("positions: expected none, since the layer has no rotary embedding")
     if not isinstance(positions, tuple | list):
@@ -125,9 +125,9 @@ def checked_positions(positions: Any, query: Array, key: Array | None, rotation:
 
 
 def checked_decoding(layer: MultiHeadAttention, cache: Any, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the cache's attention, once the cache and they are what a layer can decode with."""
+    """Check the key-value cache and the arguments of a decoding call, and return those of the cache's attention."""
     if not isinstance(cache, KVCache | PagedKVCache | SlidingKVCache):
-        raise ArgumentError(f"cache: expected a KVCache or one of its kinds, got {type(cache).__name__}")
+        raise ArgumentError(f"cache: expected a KVCache, PagedKVCache or SlidingKVCache, got {type(cache).__name__}")
     if cache.place.backend is not place.backend or cache.place.device != place.device:
         raise BackendMismatchError(f"cache: expected one on {place}, to which the layer is bound, got {cache!r}")
     own = ("scale", *cache.OWN, *(("sinks",) if layer.sinks else ()))
@@ -136,7 +136,5 @@ def checked_decoding(layer: MultiHeadAttention, cache: Any, place: Place, argume
         if not isinstance(cache, SlidingKVCache):
             arguments = {"window": layer.window, **arguments}
         elif layer.window[0] != cache.window - 1:
-            raise ArgumentError(
-                f"cache: expected one that slides over the layer's window {layer.window}, got {cache.window}"
-            )
+            raise ArgumentError(f"cache: expected one with the layer's window {layer.window}, got {cache.window}")
     return {**arguments, "scale": layer.score_scale()}

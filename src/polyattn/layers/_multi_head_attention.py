@@ -1,4 +1,4 @@
-"""Multi-head attention: four projections around attention."""
+"""Multi-head attention: projections to queries, keys and values, attention, output projection."""
 
 from __future__ import annotations
 
@@ -53,55 +53,55 @@ class Saved(NamedTuple):
 
     @property
     def kernel_name(self) -> str:
-        """The attention kernel that computed it."""
+        """The name of the attention kernel."""
         return self.attention.kernel_name
 
 
 class MultiHeadAttention(Layer):
-    """Attention in several learnt subspaces at once (Vaswani et al., 2017, section 3.2.2).
+    """Multi-head attention (Vaswani et al., 2017, section 3.2.2).
 
     Parameters
     ----------
     d_model : int
         Width of the inputs and of the result.
     d_key, d_value : int, optional
-        Widths of ``key`` and ``value``, where they differ: of another modality, for instance.
+        Widths of ``key`` and ``value``, for instance of another modality; default d_model.
     num_heads : int
-        Heads of the queries, H.
+        Number of query heads, H.
     num_kv_heads : int, optional
-        Heads of keys and values, a divisor of H; default H.
+        Number of key and value heads, a divisor of H; default H.
     head_dim : int, optional
         d_k of each head; default d_model / num_heads.
     value_dim : int, optional
         d_v of each head; default ``head_dim``.
     bias : bool
-        Whether the four projections have biases; they start at zero.
+        Whether the four projections have biases, initially zero.
     scale : float or "model", optional
-        Of the scores: default 1/√d_k; "model" is 1/√d_model.
+        The factor of the scores: default 1/√d_k; "model" is 1/√d_model.
     rotary : bool or dict
-        Whether queries and keys are turned by their positions, and how: the settings ``base``, ``dim``,
-        ``interleaved`` and ``scaling`` of :func:`polyattn.functional.rotary_embedding`. Keys stand at 0, 1, …,
-        queries from ``q_offset`` on, unless ``positions`` are given at the call.
+        Whether queries and keys have a rotary embedding; a dict has some of the settings ``base``, ``dim``,
+        ``interleaved`` and ``scaling`` of :func:`polyattn.functional.rotary_embedding`. The keys have the positions
+        0, 1, … and the queries those from ``q_offset`` on, unless ``positions`` are given in a call.
     qk_norm : {"rms", "layer"}, optional
-        Normalise each head of queries and keys before they are turned, with a learnt gain.
+        Normalise each head of queries and keys before the rotation, with a learnt gain.
     qk_norm_eps : float
         Added to the mean square or the variance, inside the root.
     sinks : bool
-        Whether each head has a learnt sink, a logit that takes weight and gives no value; they start at zero.
+        Whether each head has a learnt sink, a score that takes weight and has no value; initially zero.
     window : (left, right), optional
-        How far a query sees where the call does not say.
+        The default of ``window`` in a call.
     init : {"xavier_uniform", "normal"}
-        Distribution of the weights: uniform within ±√(6/(in + out)), or normal with deviation 1/√in.
+        Distribution of the weights: uniform within ±√(6/(in + out)), or normal with standard deviation 1/√in.
     seed : int
         The same seed gives the same parameters on every backend.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
     ShapeError, DTypeError, ArgumentError, UnknownBackendError, BackendUnavailableError
-        Among others where ``num_heads`` does not divide ``d_model`` and no ``head_dim`` is given.
+        Among others if ``num_heads`` does not divide ``d_model`` and no ``head_dim`` is given.
 
     Notes
     -----
@@ -164,7 +164,7 @@ class MultiHeadAttention(Layer):
         super().__init__({"sinks": np.zeros(num_heads)} if sinks else {}, **shared)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         names = (
             "d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "d_key", "d_value", "bias", "scale",
             "rotary", "qk_norm", "qk_norm_eps", "sinks", "window",
@@ -172,19 +172,19 @@ class MultiHeadAttention(Layer):
         return {name: getattr(self, name) for name in names}
 
     def __call__(self, query: Array, key: Array | None = None, value: Array | None = None, **arguments: Any) -> Array:
-        """Return the layer's result, and keep nothing.
+        """Return the layer's result, without a cache.
 
         Parameters
         ----------
         query : array (…, n_q, d_model)
-            Alone: self-attention.
+            Without key and value: self-attention.
         key : array (…, n_k, d_key), optional
-            What is attended to; alone it gives the values as well.
+            The input of the keys; without ``value`` also that of the values.
         value : array (…, n_k, d_value), optional
         **arguments
-            As in :func:`polyattn.attention`, without scale and backend, and without sinks where the layer has its
-            own. With rotary also ``positions``: integers (…, n) of the rows of ``query``, or a pair of those of
-            ``query`` and those of ``key``.
+            As in :func:`polyattn.attention`, without scale and backend, and without sinks if the layer has its
+            own. With rotary embedding also ``positions``: integers (…, n) for the rows of ``query``, or a pair of
+            those for ``query`` and those for ``key``.
 
         Returns
         -------
@@ -196,36 +196,37 @@ class MultiHeadAttention(Layer):
     def forward(
         self, query: Array, key: Array | None = None, value: Array | None = None, **arguments: Any
     ) -> tuple[Array, Cache]:
-        """Return ``(y, cache)``; arguments as when the layer is called."""
+        """Return ``(y, cache)``; arguments as in a call of the layer."""
         arrays, options = checked_arguments(self, arguments, query, key, value)
         return self._call_with_cache(arrays, **options)
 
     def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[AttentionInputs, dict[str, Array]]:
         """Return the gradients of the inputs and, by name, of the parameters.
 
-        An input that served for two or three of query, key and value has the sum over its paths, under the
-        first name; the other names are None. Parameter gradients are summed over batch and sequence.
-        ``inputs=False``, for the first layer of a model, leaves out those of query, key and value: they are None.
+        An array that was given as two or three of query, key and value has the sum of their gradients under the
+        first name; the others are None. Parameter gradients are summed over batch and sequence. With
+        ``inputs=False``, for the first layer of a model, those of query, key and value are None and not computed.
         """
         return self._call_backward(dy, cache, inputs=inputs)
 
     def decode(self, query: Array, cache: KeyValues, **arguments: Any) -> tuple[Array, KeyValues]:
-        """Return the result for the next positions of a text, and the cache with their keys and values.
+        """Return the result for the next positions of a sequence, and the cache with their keys and values.
 
         Parameters
         ----------
         query : array (B, n, d_model)
-            They stand at ``cache.position``, in each entry of the batch.
+            Inputs of the positions from ``cache.position`` on, for each entry of the batch.
         cache : KVCache, PagedKVCache or SlidingKVCache
-            With ``num_kv_heads``, ``head_dim``, ``value_dim`` and the dtype of the layer, on its backend. It is
-            consumed.
+            With ``num_kv_heads``, ``head_dim``, ``value_dim`` and the dtype of the layer, at its place. The call
+            consumes it.
         **arguments
-            Of the cache's ``attention``: softcap, mask, …; causal is True. Arrays are of the layer's library.
+            As in the cache's ``attention``: softcap, mask, …; causal is True. Arrays are of the layer's library.
 
         Returns
         -------
         array (B, n, d_model), and the cache
-            Token by token what the layer's call with ``causal=True`` gives of the whole. No gradient is recorded.
+            The same result as a call of the layer with ``causal=True`` for the whole sequence. No gradient is
+            recorded.
         """
         arguments = checked_decoding(self, cache, self._place, arguments)
         checked_inputs(self, query)
@@ -235,21 +236,21 @@ class MultiHeadAttention(Layer):
         return placed.to_input_device(y, "MultiHeadAttention"), following
 
     def attention_weights(self, query: Array, key: Array | None = None, **arguments: Any) -> Array:
-        """Return the weights (…, H, n_q, n_k) that each head gives, before dropout; for looking at."""
+        """Return the attention weights (…, H, n_q, n_k), before dropout, for inspection."""
         arrays, options = checked_arguments(self, arguments, query, key)
         placed, native = self._placed(arrays), self._place.backend
         with native.scope():
             weights = self._native_weights(native, **placed.arrays, **options)
         return placed.to_input_device(weights, "attention_weights")
 
-    # ---- the formula ---------------------------------------------------------------------------------------------
+    # ---- forward and backward ------------------------------------------------------------------------------------
 
     def native_forward(
         self, backend: Backend, query: Array, key: Array | None = None, value: Array | None = None, *,
         value_is_query: bool = False, positions: Array | None = None, key_positions: Array | None = None,
         **attention: Any,
     ) -> tuple[Array, Saved]:  # fmt: skip
-        """Project, split into heads, attend, join the heads, project."""
+        """Project, split into heads, attend, join the heads, project; return ``(y, saved)``."""
         of_key, of_value = Inputs(query, key, value, value_is_query).sources
         q, q_proj = self.q_proj.native_forward(backend, query)  # (…, n_q, H·d_k)
         k, k_proj = self.k_proj.native_forward(backend, of_key)  # (…, n_k, H_kv·d_k)
@@ -259,14 +260,14 @@ class MultiHeadAttention(Layer):
         v = split_heads(backend.namespace(), v, self.num_kv_heads)  # (…, H_kv, n_k, d_v)
         out, of_attention = _attention.forward(backend, q, k, v, **self._parameters, **attention)  # (…, H, n_q, d_v)
         y, out_proj = self.out_proj.native_forward(backend, join_heads(backend.namespace(), out))  # (…, n_q, d_model)
-        out_proj = out_proj._replace(x=None)  # which is out, with its heads joined
+        out_proj = out_proj._replace(x=None)  # attention's result with joined heads
         shared = value_is_query, key is None, value is None
         return y, Saved(q_proj, k_proj, v_proj, q_heads, k_heads, of_attention, out_proj, *shared)
 
     def native_backward(
         self, backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True
     ) -> tuple[AttentionInputs, dict[str, Array]]:
-        """Reverse each line; without ``inputs`` the gradients of query, key and value are None."""
+        """Compute the gradients in reverse order; without ``inputs`` those of query, key and value are None."""
         xp, out = backend.namespace(), saved.attention.out
         out_proj = saved.out_proj._replace(x=join_heads(xp, out))
         (djoined,), dout_proj = self.out_proj.native_backward(backend, dy, out_proj)
@@ -278,7 +279,7 @@ class MultiHeadAttention(Layer):
         (dvalue,), dv_proj = self.v_proj.native_backward(backend, dv, saved.v_proj, inputs=inputs)
         (dkey,), dk_proj = self.k_proj.native_backward(backend, dk, saved.k_proj, inputs=inputs)
         (dquery,), dq_proj = self.q_proj.native_backward(backend, dq, saved.q_proj, inputs=inputs)
-        if inputs:  # an input that served for several has the sum over its paths
+        if inputs:  # an array given for several inputs has the sum of their gradients
             if saved.value_is_query:
                 dquery, dvalue = dquery + dvalue, None
             elif saved.value_is_key:
@@ -295,7 +296,7 @@ class MultiHeadAttention(Layer):
     def native_decode(
         self, backend: Backend, x: Array, cache: KeyValues, arguments: dict[str, Any]
     ) -> tuple[Array, KeyValues]:
-        """Return the result for the next positions, and the cache with their keys and values: the layer's formula."""
+        """Return the result for the next positions, and the cache with their keys and values."""
         xp, position = backend.namespace(), cache.position
         q, k, v = (proj.native_forward(backend, x)[0] for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, _ = self._q_heads(backend, q, None, position)  # (B, H, n, d_k)
@@ -330,5 +331,5 @@ class MultiHeadAttention(Layer):
         return RMSNorm(self.head_dim, eps=self.qk_norm_eps, **shared) if self.qk_norm == "rms" else None
 
     def score_scale(self) -> float | None:
-        """Return what scores are multiplied by; None is attention's own default."""
+        """Return the factor of the scores; None is the default of attention."""
         return 1 / math.sqrt(self.d_model) if isinstance(self.scale, str) else self.scale

@@ -28,14 +28,14 @@ class Projection(Layer):
     in_features, out_features : int
         ``weight`` is (in_features, out_features).
     bias : bool
-        Whether there is a ``bias`` (out_features,); it starts at zero.
+        Whether there is a ``bias`` (out_features,), initially zero.
     init : {"xavier_uniform", "normal"}
-        Distribution of the weight: uniform within ±√(6/(in + out)), or normal with deviation 1/√in.
+        Distribution of the weight: uniform within ±√(6/(in + out)), or normal with standard deviation 1/√in.
     seed : int
         The same seed gives the same weight on every backend.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
@@ -63,11 +63,11 @@ class Projection(Layer):
         super().__init__(parameters, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias}
 
     def __call__(self, x: Array) -> Array:
-        """Return x W + b for x (…, in_features), and keep nothing."""
+        """Return x W + b for x (…, in_features), without a cache."""
         return self._call(self._checked_input(x, self.in_features))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
@@ -77,7 +77,7 @@ class Projection(Layer):
     def backward(self, dy: Array, cache: Cache, *, inputs: bool = True) -> tuple[ProjectionInputs, dict[str, Array]]:
         """Return dx = dy Wᵀ, and {weight: xᵀ dy, bias: Σ dy} summed over every leading axis.
 
-        ``inputs=False``, for the first layer of a model, leaves out dx: it is None.
+        With ``inputs=False``, for the first layer of a model, dx is None and not computed.
         """
         return self._call_backward(dy, cache, inputs=inputs)
 
@@ -88,6 +88,6 @@ class Projection(Layer):
     def native_backward(
         self, backend: Backend, dy: Array, saved: _linear.Saved, *, inputs: bool = True
     ) -> tuple[ProjectionInputs, dict[str, Array]]:
-        """Reverse the forward; without ``inputs`` the gradient of x is None."""
+        """Return the gradients of the input and the parameters; without ``inputs`` that of x is None."""
         dx, dweight, dbias = _linear.backward(backend, dy, saved, inputs=inputs)
         return ProjectionInputs(dx), {"weight": dweight} if dbias is None else {"weight": dweight, "bias": dbias}

@@ -23,17 +23,17 @@ class RMSNormInputs(NamedTuple):
 
 
 class RMSNorm(Layer):
-    """Division of the last axis by its root mean square, with gain: :func:`polyattn.functional.rms_norm`.
+    """Division of the last axis by its root mean square, with a gain: :func:`polyattn.functional.rms_norm`.
 
     Parameters
     ----------
     features : int
-        Length of the last axis. ``weight`` (features,) starts at one.
+        Length of the last axis. ``weight`` (features,) is initially one.
     eps : float
         Added to the mean square, inside the root.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
@@ -55,11 +55,11 @@ class RMSNorm(Layer):
         super().__init__({"weight": np.ones(self.features)}, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         return {"features": self.features, "eps": self.eps}
 
     def __call__(self, x: Array) -> Array:
-        """Return x (…, features) normalised, and keep nothing."""
+        """Return x (…, features) normalised, without a cache."""
         return self._call(self._checked_input(x, self.features))
 
     def forward(self, x: Array) -> tuple[Array, Cache]:
@@ -77,6 +77,6 @@ class RMSNorm(Layer):
     def native_backward(
         self, backend: Backend, dy: Array, saved: _rms_norm.Saved
     ) -> tuple[RMSNormInputs, dict[str, Array]]:
-        """Reverse the forward."""
+        """Return the gradients of the input and the parameters."""
         dx, dweight = _rms_norm.backward(backend, dy, saved)
         return RMSNormInputs(dx), {"weight": dweight}

@@ -1,4 +1,4 @@
-"""Attention as a layer without parameters: bound to a backend, with a scale of its own."""
+"""Attention as a layer without parameters, bound to a place and with its own scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AttentionInputs", "ScaledDotProductAttention"]
 
 
 class AttentionInputs(NamedTuple):
-    """The gradients of an attention layer's inputs; None for what was not given, or was shared with an earlier one."""
+    """The gradients of an attention layer's inputs; None for inputs not given or shared with an earlier one."""
 
     query: Array
     key: Array | None
@@ -26,16 +26,16 @@ class AttentionInputs(NamedTuple):
 
 
 class ScaledDotProductAttention(Layer):
-    """softmax(q kᵀ · scale) v as a layer: :func:`polyattn.attention` with a binding.
+    """softmax(q kᵀ · scale) v as a layer: :func:`polyattn.attention`, bound to a place.
 
     Parameters
     ----------
     scale : float, optional
         Default 1/√d_k.
     dtype : str
-        Of the inputs that it takes.
+        The dtype of the inputs.
     backend, device : str, optional
-        Where the layer computes.
+        Where the layer computes; the default is the selection in force, else NumPy.
 
     Raises
     ------
@@ -61,7 +61,7 @@ class ScaledDotProductAttention(Layer):
         super().__init__({}, dtype, backend, device)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         return {"scale": self.scale}
 
     def __call__(self, q: Array, k: Array, v: Array, **arguments: Any) -> Array:
@@ -77,7 +77,7 @@ class ScaledDotProductAttention(Layer):
     def backward(self, dy: Array, cache: Cache) -> tuple[AttentionInputs, dict[str, Array]]:
         """Return the gradients of query, key, value, bias and sinks, and an empty dict of parameters.
 
-        Each is of its own argument, also where one array was given for several.
+        Each argument has its own gradient, also if one array was given for several.
         """
         grads, parameters = self._call_backward(dy, cache)
         return AttentionInputs(*grads), parameters
@@ -91,7 +91,7 @@ class ScaledDotProductAttention(Layer):
     def native_backward(
         self, backend: Backend, dy: Array, saved: _attention.Saved
     ) -> tuple[AttentionGrads, dict[str, Array]]:
-        """Reverse the forward."""
+        """Return the gradients of the inputs, and no parameters'."""
         return _attention.backward(backend, dy, saved), {}
 
     def _checked(self, q: Array, k: Array, v: Array, arguments: dict[str, Any]) -> Arguments:

@@ -22,7 +22,7 @@ __all__ = ["TransformerBlock", "TransformerBlockInputs"]
 
 
 class TransformerBlockInputs(NamedTuple):
-    """The gradients of a :class:`TransformerBlock`'s inputs; None for what was not given."""
+    """The gradients of a :class:`TransformerBlock`'s inputs; None for inputs that were not given."""
 
     x: Array | None
     bias: Array | None
@@ -39,39 +39,38 @@ class Saved(NamedTuple):
 
     @property
     def kernel_name(self) -> str:
-        """The attention kernel that computed it."""
+        """The name of the attention kernel."""
         return self.attention.kernel_name
 
 
 class TransformerBlock(Layer):
-    """Self-attention and a feed-forward layer, each with a norm and a residual connection around it.
+    """Self-attention and a feed-forward layer, each with a norm and a residual connection.
 
     Parameters
     ----------
     d_model : int
         Width of the input and of the result.
     num_heads : int
-        Heads of the queries.
+        Number of query heads.
     hidden : int, optional
-        Between the projections of the feed-forward layer; default 4 · d_model.
+        Width between the projections of the feed-forward layer; default 4 · d_model.
     norm_first : bool
-        Where the norms stand: True is pre-norm, x + f(norm(x)), False post-norm, norm(x + f(x)), as in the original
-        transformer.
+        True is pre-norm, x + f(norm(x)); False is post-norm, norm(x + f(x)), as in the original transformer.
     norm : {"layer", "rms"}
-        LayerNorm, with a shift if there are biases, or RMSNorm.
+        LayerNorm, with a shift if ``bias`` is True, or RMSNorm.
     eps : float
-        Of the norms.
+        The epsilon of the norms.
     activation : {"gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"}
-        As of :class:`FeedForward`.
+        As in :class:`FeedForward`.
     bias : bool
-        Whether projections and layer norms have biases; they start at zero.
+        Whether projections and layer norms have biases, initially zero.
     init : {"xavier_uniform", "normal"}
-        Distribution of the weights, as of :class:`MultiHeadAttention`.
+        Distribution of the weights, as in :class:`MultiHeadAttention`.
     seed : int
         The same seed gives the same parameters on every backend.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layer computes.
+        Where the parameters are and the layer computes; the default is the selection in force, else NumPy.
     **attention
         Other options of :class:`MultiHeadAttention`: num_kv_heads, head_dim, value_dim, scale, rotary, qk_norm,
         qk_norm_eps, sinks and window.
@@ -82,7 +81,7 @@ class TransformerBlock(Layer):
 
     Notes
     -----
-    Parameters: those of the parts by dotted names, ``norm1.weight``, ``attention.q_proj.weight``, …,
+    Parameters: those of the child layers by dotted names, ``norm1.weight``, ``attention.q_proj.weight``, …,
     ``norm2.weight``, ``feed_forward.up_proj.weight``, ….
     Vaswani et al., "Attention is all you need" (2017); Xiong et al., "On layer normalization in the transformer
     architecture" (2020).
@@ -115,12 +114,12 @@ class TransformerBlock(Layer):
         super().__init__({}, **shared)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make a layer of the same architecture."""
+        """Return the arguments that create a layer of the same architecture."""
         own = {name: getattr(self, name) for name in ("norm_first", "norm", "eps")}
         return {**self.attention.config(), **self.feed_forward.config(), **own}
 
     def __call__(self, x: Array, **arguments: Any) -> Array:
-        """Return the block's result for x (…, n, d_model), and keep nothing.
+        """Return the block's result for x (…, n, d_model), without a cache.
 
         Keyword arguments are those of a call of :class:`MultiHeadAttention`: causal, mask, bias, key_lengths, ….
         """
@@ -128,23 +127,23 @@ class TransformerBlock(Layer):
         return self._call(arrays, **options)
 
     def forward(self, x: Array, **arguments: Any) -> tuple[Array, Cache]:
-        """Return ``(y, cache)``; arguments as when the layer is called."""
+        """Return ``(y, cache)``; arguments as in a call of the layer."""
         arrays, options = self._checked(x, arguments)
         return self._call_with_cache(arrays, **options)
 
     def backward(
         self, dy: Array, cache: Cache, *, inputs: bool = True
     ) -> tuple[TransformerBlockInputs, dict[str, Array]]:
-        """Return the gradients of x, bias and sinks, and by name those of the parameters, summed over the batch.
+        """Return the gradients of x, bias and sinks, and those of the parameters by name, summed over the batch.
 
-        ``inputs=False``, for the first layer of a model, leaves out that of x: it is None.
+        With ``inputs=False``, for the first layer of a model, that of x is None and not computed.
         """
         return self._call_backward(dy, cache, inputs=inputs)
 
     def decode(self, x: Array, cache: KeyValues, **arguments: Any) -> tuple[Array, KeyValues]:
         """Return the result for the next positions (B, n, d_model), and the cache with their keys and values.
 
-        As :meth:`MultiHeadAttention.decode`; each block has a cache of its own.
+        As :meth:`MultiHeadAttention.decode`; each block needs its own cache.
         """
         arguments = checked_decoding(self.attention, cache, self._place, arguments)
         placed = self._placed(self._checked_input(x, self.d_model))
@@ -163,10 +162,10 @@ class TransformerBlock(Layer):
             y, _, _ = self._residual(native, h, self.norm2, feed)  # (B, n, d_model)
         return placed.to_input_device(y, "TransformerBlock"), following
 
-    # ---- the formula ---------------------------------------------------------------------------------------------
+    # ---- forward and backward ------------------------------------------------------------------------------------
 
     def native_forward(self, backend: Backend, x: Array, **arguments: Any) -> tuple[Array, Saved]:
-        """Add attention to its input, then the feed-forward layer to its."""
+        """Apply attention, then the feed-forward layer, each with its residual connection; return ``(y, saved)``."""
 
         def attend(x: Array) -> tuple[Array, Any]:
             return self.attention.native_forward(backend, x, **arguments)
@@ -181,10 +180,10 @@ class TransformerBlock(Layer):
     def native_backward(
         self, backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True
     ) -> tuple[TransformerBlockInputs, dict[str, Array]]:
-        """Reverse each line; without ``inputs`` the gradient of x is None."""
+        """Compute the gradients in reverse order; without ``inputs`` that of x is None."""
 
         def attend_backward(dout: Array) -> tuple[Any, dict[str, Array]]:
-            wanted = inputs or self.norm_first  # the norm before it has parameters
+            wanted = inputs or self.norm_first  # the gradients of norm1's parameters need it
             return self.attention.native_backward(backend, dout, saved.attention, inputs=wanted)
 
         def feed_backward(dout: Array) -> tuple[Any, dict[str, Array]]:
@@ -198,7 +197,7 @@ class TransformerBlock(Layer):
     def _residual(
         self, backend: Backend, x: Array, norm: Layer, inner: Callable[[Array], tuple[Array, Any]]
     ) -> tuple[Array, Any, Any]:
-        """Return x + inner(norm(x)) or norm(x + inner(x)), and what the norm and the inner layer saved."""
+        """Return x + inner(norm(x)) or norm(x + inner(x)), and the saved records of the norm and the inner layer."""
         if self.norm_first:
             normed, norm_saved = norm.native_forward(backend, x)
             out, saved = inner(normed)
@@ -211,7 +210,7 @@ class TransformerBlock(Layer):
         self, backend: Backend, dy: Array, norm: Layer, norm_saved: Any,
         inner_backward: Callable[[Array], tuple[Any, dict[str, Array]]],
     ) -> tuple[Any, dict[str, Array], Any, dict[str, Array]]:  # fmt: skip
-        """Return the gradients of x (None where the inner layer's is), norm, inner inputs and inner parameters."""
+        """Return the gradients of x (None if the inner layer's is), of norm, inner inputs and inner parameters."""
         if self.norm_first:
             # y = x + out; out = inner(normed); normed = norm(x)
             dinputs, dinner = inner_backward(dy)
@@ -228,7 +227,7 @@ class TransformerBlock(Layer):
         return LayerNorm(self.d_model, eps=self.eps, bias=bias, **shared)
 
     def _checked(self, x: Array, arguments: dict[str, Any]) -> Arguments:
-        """Check a call, and divide it into arrays and static arguments."""
+        """Check the arguments of a call, and return its arrays and static arguments by name."""
         inputs = self._checked_input(x, self.d_model)
         expect_rank("x", x, 2)
         arrays, options = checked_arguments(self.attention, arguments, x)

@@ -1,9 +1,9 @@
 """Optimisers as pure functions of dicts of arrays: ``init(params)`` and ``update(grads, state, params)``.
 
 Parameters, gradients and state are flat dicts from name to array, all of one
-library on one device. A state is plain data: ``"step"``, the number of updates
-done, as a 0-d int32 array, and slots such as ``"mean.q_proj.weight"``. It is
-saved, resumed and compiled with the functions that do so for parameters.
+library on one device. A state holds ``"step"``, the number of updates so far as
+a 0-d int32 array, and slots such as ``"mean.q_proj.weight"``. It is saved,
+loaded and compiled in the same way as parameters.
 
 >>> import numpy as np
 >>> optimizer = AdamW(lr=linear_warmup(cosine(1e-2, total_steps=990), warmup_steps=10))

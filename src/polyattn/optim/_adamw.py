@@ -10,16 +10,16 @@ from ..errors import ArgumentError
 from ..kernels import Array, dtype_name
 from ._base import Optimizer, Rate, check_number, set_number, set_rate
 
-LEAST = 1e-30  # an epsilon below it may be zero in float32, and the denominator with it
+LEAST = 1e-30  # a smaller epsilon may underflow to 0 in float32, and the denominator may then be 0
 ORDINARY = {"float32": (2.0**-45, 2.0**62), "float64": (2.0**-493, 2.0**510)}
-"""Between which magnitudes the square of a gradient neither overflows nor loses digits, by the dtype of the moments."""
+"""By the dtype of the moments: the magnitudes between which the square of a gradient is exact to rounding."""
 
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
     r"""Adam with decoupled weight decay.
 
-    For each parameter :math:`\theta` with gradient :math:`g`, at the update number :math:`t = 1, 2, …`::
+    For each parameter :math:`\theta` with gradient :math:`g`, at update :math:`t = 1, 2, …`::
 
         m ← β₁ · m + (1 - β₁) · g
         v ← β₂ · v + (1 - β₂) · g²
@@ -27,38 +27,39 @@ class AdamW(Optimizer):
         v̂ = v / (1 - β₂ᵗ)
         θ ← θ - lr · weight_decay · θ - lr · m̂ / (√(v̂ + eps_root) + eps)
 
-    Where the denominator is 0 (``eps = eps_root = 0`` and no gradient so far) the fraction counts as 0.
+    If the denominator is 0 (``eps = eps_root = 0`` and all gradients so far are 0), the fraction is taken as 0.
 
     Parameters
     ----------
     lr : float or function of the step
-        The learning rate. A function is given the number of updates already done, as a 0-d array of float64 if
-        a parameter is float64 and of float32 otherwise, and returns a number or a 0-d array.
+        The learning rate. A function takes the number of updates so far, as a 0-d array (float64 if a parameter is
+        float64, else float32), and returns a number or a 0-d array.
     betas : (float, float)
-        The decay of the two moments, each in [0, 1).
+        The decay rates of the two moments, each in [0, 1).
     eps : float
-        Added to the root, at least 0.
+        Added to the square root, at least 0.
     eps_root : float
-        Added inside the root, at least 0. "Epsilon inside the root" is ``AdamW(lr, eps=0, eps_root=…)``.
+        Added inside the square root, at least 0. For epsilon inside the root only, use
+        ``AdamW(lr, eps=0, eps_root=…)``.
     weight_decay : float
-        The decay, at least 0; it is multiplied by the learning rate and never enters the moments.
+        The weight decay, at least 0. It is multiplied by the learning rate and does not enter the moments.
 
     Raises
     ------
     ArgumentError
-        If one of these is out of its range.
+        If an argument is out of its range.
 
     Notes
     -----
     The state is ``{"step": 0-d int32, "mean.NAME": m, "square.NAME": v}``. float16 and bfloat16 parameters have
     float32 moments and arithmetic (1e-8 is zero in float16); only the new parameter is rounded to its dtype.
 
-    Where v, a square, is outside the range of its dtype or close to its ends, ``"square.NAME"`` holds :math:`-\sqrt v`
-    instead, a negative number. So every finite gradient has the update of the formula.
+    If v is outside the range of its dtype, or close to its ends, ``"square.NAME"`` holds the negative number
+    :math:`-\sqrt v` instead. So the update follows the formula for every finite gradient.
 
     References
     ----------
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, with the schedule multiplier taken into lr.
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, with the schedule multiplier as part of lr.
 
     Examples
     --------
@@ -91,11 +92,11 @@ class AdamW(Optimizer):
         return ("mean", "square")
 
     def _scalars(self, rate: Array, t: Array, xp: Any) -> tuple[Array, ...]:
-        """Return what the rate, the corrections and the two epsilons are to each element, taken together.
+        """Return ``(factor, inside, √inside, outside, decay)``, which combine rate, bias corrections and epsilons.
 
-        lr · m̂ / (√(v̂ + eps_root) + eps) is factor · m / (√(v + inside²) + outside).
+        lr · m̂ / (√(v̂ + eps_root) + eps) = factor · m / (√(v + inside) + outside).
         """
-        # 1 - βᵗ without the cancellation: in float32, 1 - 0.999 has four digits
+        # 1 - βᵗ without cancellation: in float32, 1 - 0.999 has four correct digits
         of_mean, of_square = (-xp.expm1(t * (math.log(beta) if beta else -math.inf)) for beta in self.betas)
         root = xp.sqrt(of_square)
         inside = of_square * self.eps_root, root * math.sqrt(self.eps_root)
@@ -118,9 +119,9 @@ class AdamW(Optimizer):
     def _second_moment(
         self, grad: Array, square: Array, inside: Array, root_inside: Array, xp: Any
     ) -> tuple[Array, Array]:
-        """Return √(v + inside) and the slot of v, whose squares are taken in units of the largest of their roots.
+        """Return √(v + inside) and the new slot of v, with squares computed in units of the largest root.
 
-        The unit is 1 unless a square might overflow or lose digits. Where it is not, the slot holds -√v.
+        The unit is 1 unless a square might overflow or lose precision; then the slot holds -√v.
         """
         low, high = ORDINARY[dtype_name(square.dtype)]
         zero, one = xp.zeros_like(square), xp.ones_like(square)

@@ -1,7 +1,7 @@
-"""What the optimisers share: the walk over the parameters, and what is checked before it.
+"""The base class of the optimisers: the loop over the parameters, and the checks before it.
 
-An optimiser is a frozen dataclass over :class:`Optimizer` that says which slots
-it keeps and what one update does with the arrays of one parameter.
+An optimiser is a frozen dataclass that derives from :class:`Optimizer` and defines
+its slots and the update of one parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..functional._checks import expect_arrays, expect_dtype, expect_floating, e
 from ..kernels import wide
 
 Rate = float | Callable[[Any], Any]
-"""A learning rate: a number, or a function of the number of updates already done."""
+"""A learning rate: a number, or a function of the number of updates so far."""
 
 Arrays = Mapping[str, Array]
 
@@ -32,7 +32,7 @@ class Optimizer:
     lr: Rate
 
     def init(self, params: Arrays) -> dict[str, Array]:
-        """Return the state before the first update, on the parameters' library and device.
+        """Return the state before the first update, on the library and device of the parameters.
 
         Raises
         ------
@@ -53,21 +53,21 @@ class Optimizer:
         return state
 
     def update(self, grads: Arrays, state: Arrays, params: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the parameters and the state after one update; nothing that was passed in is changed or shared.
+        """Return new parameters and a new state after one update; the inputs are not modified.
 
         Parameters
         ----------
         grads : dict
-            A gradient for each parameter, under its name and in its shape, of any floating dtype.
+            A gradient for each parameter, with its name and shape, of any floating dtype.
         state : dict
-            What :meth:`init` or the last update returned.
+            The state from :meth:`init` or the previous update.
         params : dict
             The parameters by name.
 
         Raises
         ------
         CheckpointError
-            If one of the three is no dict, or their names do not belong together, or there are none.
+            If an argument is no dict, the names do not match, or there are no parameters.
         ShapeError, DTypeError
             If the shape or dtype of an array does not fit; the message names it.
         BackendMismatchError
@@ -76,26 +76,26 @@ class Optimizer:
         xp = self._check(grads, state, params)
         widest = widest_dtype(xp, params)
         new_params, new_state = {}, {"step": as_array(_next(state["step"], xp), xp)}
-        with np.errstate(all="ignore"):  # as in the operations: what is not finite stays so, without a warning
+        with np.errstate(all="ignore"):  # as in the operations, inf and NaN give no warning
             done = as_array(xp.astype(state["step"], widest), xp)
             rate = rate_array(self.lr(done) if callable(self.lr) else self.lr, done, xp)
             scalars = self._scalars(rate, done + 1.0, xp)
             for name, param in params.items():
                 dtype = wide(xp, param.dtype)
                 slots = [state[f"{slot}.{name}"] for slot in self._slots()]
-                arrays = [_in(dtype, x, xp) for x in (param, grads[name], *slots, *scalars)]
+                arrays = [_as_dtype(dtype, x, xp) for x in (param, grads[name], *slots, *scalars)]
                 theta, *slots = self._rule(*arrays, xp=xp)
-                new_params[name] = as_array(_in(param.dtype, theta, xp), xp)
+                new_params[name] = as_array(_as_dtype(param.dtype, theta, xp), xp)
                 for slot, value in zip(self._slots(), slots, strict=True):
                     new_state[f"{slot}.{name}"] = as_array(value, xp)
         return new_params, new_state
 
     def _slots(self) -> tuple[str, ...]:
-        """Return the names of the arrays that are kept for each parameter."""
+        """Return the names of the state arrays of each parameter."""
         raise NotImplementedError
 
     def _scalars(self, rate: Array, t: Array, xp: Any) -> tuple[Array, ...]:
-        """Return the 0-d arrays that the rule takes at the update number ``t``, the same for every parameter."""
+        """Return the 0-d arrays that the rule takes at update ``t``, the same for every parameter."""
         return (rate,)
 
     def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
@@ -126,7 +126,7 @@ class Optimizer:
 def set_number(instance: object, argument: str, below: float = math.inf) -> None:
     """Check that a field of a frozen dataclass is a number in [0, below), and make it a Python float.
 
-    NumPy's float64 is a float too, but one that would widen float32 arrays.
+    NumPy's float64 is a subclass of float, but would promote float32 arrays.
     """
     object.__setattr__(instance, argument, check_number(argument, getattr(instance, argument), below))
 
@@ -138,7 +138,7 @@ def set_rate(instance: object, argument: str) -> None:
 
 
 def check_number(argument: str, value: Any, below: float = math.inf) -> float:
-    """Return ``value`` as a float if it is a number in [0, below); NaN is not."""
+    """Return ``value`` as a float, or raise unless it is a number in [0, below)."""
     if is_number(value) and 0 <= value < below:
         return float(value)
     upper = f" and below {below:g}" if below < math.inf else ""
@@ -146,27 +146,27 @@ def check_number(argument: str, value: Any, below: float = math.inf) -> float:
 
 
 def widest_dtype(xp: Any, arrays: Arrays) -> Any:
-    """Return the dtype of arithmetic over all arrays: float64 where one of them is, else float32."""
+    """Return the dtype of arithmetic over all arrays: float64 if one of them is float64, else float32."""
     return xp.float64 if any(dtype_name(x.dtype) == "float64" for x in arrays.values()) else xp.float32
 
 
-def _in(dtype: Any, x: Array, xp: Any) -> Array:
-    """Return ``x`` in a dtype; most have it, and asking is quicker than a cast that does nothing."""
+def _as_dtype(dtype: Any, x: Array, xp: Any) -> Array:
+    """Return ``x`` in a dtype; the comparison is cheaper than a cast to the same dtype."""
     return x if x.dtype == dtype else xp.astype(x, dtype)
 
 
 def _next(step: Array, xp: Any) -> Array:
-    """Return the number of updates after one more; it stays at the largest int32."""
+    """Return the number of updates plus one; it saturates at the largest int32."""
     return xp.where(xp.less(step, xp.full_like(step, 2**31 - 1)), step + 1, step)
 
 
 def as_array(x: Any, xp: Any) -> Array:
-    """Return ``x`` as an array: NumPy's arithmetic makes scalars of 0-d arrays."""
+    """Return ``x`` as an array: NumPy's arithmetic on 0-d arrays returns scalars."""
     return xp.asarray(x) if x.ndim == 0 else x
 
 
 def rate_array(value: Any, like: Array, xp: Any) -> Array:
-    """Return a rate that is a number or a 0-d array, as an array like the 0-d array ``like``."""
+    """Return a rate, a number or a 0-d array, as a 0-d array of the dtype and device of ``like``."""
     if isinstance(value, numbers.Real):
         return xp.full_like(like, check_number("lr", value))
     expected = "a function that returns a number or a 0-d array of the parameters' library"
@@ -178,14 +178,14 @@ def rate_array(value: Any, like: Array, xp: Any) -> Array:
 
 
 def labelled(**groups: Arrays) -> dict[str, Array]:
-    """Return the arrays of the named dicts under the names that messages use, ``params['weight']`` for instance."""
+    """Return the arrays of the named dicts under their names in error messages, such as ``params['weight']``."""
     return {f"{group}[{name!r}]": x for group, arrays in groups.items() for name, x in arrays.items()}
 
 
 def common_place(**groups: Arrays) -> tuple[Backend, Any]:
-    """Return the backend of all arrays in the named dicts, and the library's object for their device.
+    """Return the common backend of the arrays in the named dicts, and the library's object for their device.
 
-    The device is None, the library's choice, where an array is traced or spread over several devices.
+    The device is None, the library's default, if an array is traced or sharded over several devices.
     """
     _expect_dicts(**groups)
     arrays = labelled(**groups)

@@ -1,4 +1,4 @@
-"""Clipping of gradients by their common norm."""
+"""Clipping of gradients by their global norm."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ._base import Arrays, as_array, common_place, labelled, widest_dtype
 
 
 def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array], Array]:
-    """Scale all gradients by one factor so that their common norm is at most ``max_norm``.
+    """Scale all gradients by the same factor so that their global norm is at most ``max_norm``.
 
-    ``norm = √(Σ g²)`` over every element of every array, and ``g · min(1, max_norm / norm)``.
+    ``norm = √(Σ g²)`` over all elements of all arrays; the result is ``g · min(1, max_norm / norm)``.
 
     Parameters
     ----------
     grads : dict
         Gradients by name, of floating dtypes.
     max_norm : float
-        More than 0; infinity only measures.
+        More than 0. Infinity computes the norm without clipping.
 
     Returns
     -------
     grads : dict
-        New arrays in the gradients' own dtypes. If an element is not finite every element is NaN: a factor of
+        New arrays with the gradients' dtypes. If an element is not finite, all elements are NaN: a factor
         ``max_norm / inf = 0`` would hide the overflow.
     norm : array
-        The norm before clipping, a 0-d array of float64 if a gradient is float64, else of float32. It may be
-        infinite where the gradients are not; they are clipped all the same.
+        The norm before clipping, a 0-d array of float64 if a gradient is float64, else of float32. It may
+        overflow to infinity for finite gradients, which are still clipped correctly.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
     BackendMismatchError
         If the gradients are of several libraries or devices.
     CheckpointError
-        If ``grads`` is no dict, or there are no gradients.
+        If ``grads`` is no dict or is empty.
 
     References
     ----------
@@ -63,7 +63,7 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
     backend, device = common_place(grads=grads)
     expect_floating(**labelled(grads=grads))
     xp, max_norm = backend.namespace(), float(max_norm)
-    with np.errstate(all="ignore"):  # as in the operations: what is not finite stays so, without a warning
+    with np.errstate(all="ignore"):  # as in the operations, inf and NaN give no warning
         unit, length = _norm(list(grads.values()), xp, widest_dtype(xp, grads), device)
         norm = unit * length
         one = xp.ones_like(norm)
@@ -82,7 +82,7 @@ def _scaled(grad: Array, unit: Array, factor: Array, xp: Any) -> Array:
 
 
 def _norm(grads: list[Array], xp: Any, dtype: Any, device: Any) -> tuple[Array, Array]:
-    """Return a unit, about the largest magnitude, and the norm in units of it: finite where every element is."""
+    """Return a unit close to the largest magnitude, and the norm divided by it, finite if all elements are."""
     grads = [cast(xp, grad, dtype) for grad in grads if 0 not in grad.shape]
     zero = xp.zeros((), dtype=dtype, device=device)
     peak = functools.reduce(xp.maximum, (xp.max(xp.abs(grad)) for grad in grads), zero)

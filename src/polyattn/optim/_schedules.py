@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions of the number of updates already done."""
+"""Learning-rate schedules: functions of the number of updates so far."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class constant:
         set_number(self, "lr")
 
     def __call__(self, step: Any) -> Any:
-        """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
+        """Return the rate after ``step`` updates, as a float for a number and as a 0-d array for a 0-d array."""
         xp, now = _real(step)
         return _like(step, xp.full_like(now, self.lr), xp)
 
 
 @dataclass(frozen=True)
 class cosine:
-    """Half a cosine from ``lr`` down to ``final``, which stays from ``total_steps`` on.
+    """Cosine decay from ``lr`` to ``final``, and ``final`` from ``total_steps`` on.
 
     ``final + (lr - final) · (1 + cos(π · min(step / total_steps, 1))) / 2``
 
@@ -52,7 +52,7 @@ class cosine:
     lr : float
         The rate of the first update, at least 0.
     total_steps : int
-        The number of updates after which ``final`` is reached, at least 1.
+        The number of updates after which the rate is ``final``, at least 1.
     final : float
         The rate at the end, at least 0.
 
@@ -77,7 +77,7 @@ class cosine:
         set_number(self, "final")
 
     def __call__(self, step: Any) -> Any:
-        """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
+        """Return the rate after ``step`` updates, as a float for a number and as a 0-d array for a 0-d array."""
         xp, now = _real(step)
         progress = xp.minimum(now / float(self.total_steps), xp.ones_like(now))
         height = (xp.cos(progress * math.pi) + 1.0) * 0.5
@@ -86,18 +86,18 @@ class cosine:
 
 @dataclass(frozen=True)
 class linear_warmup:
-    """A linear rise to the rate of another schedule, which then begins.
+    """Linear warm-up to the first rate of another schedule, followed by that schedule.
 
-    The update after ``step`` others uses ``schedule(0) · (step + 1) / warmup_steps`` while ``step < warmup_steps``,
-    and ``schedule(step - warmup_steps)`` from there on: the first update moves, and the last of the rise has the
-    whole rate.
+    The rate after ``step`` updates is ``schedule(0) · (step + 1) / warmup_steps`` while ``step < warmup_steps``, and
+    ``schedule(step - warmup_steps)`` from then on. So the first rate is not 0, and the last update of the warm-up has
+    the full rate.
 
     Parameters
     ----------
     schedule : float or function of the step
-        What follows the rise.
+        The schedule after the warm-up.
     warmup_steps : int
-        The number of updates of the rise, at least 0; 0 is no rise.
+        The number of updates of the warm-up, at least 0; 0 means no warm-up.
 
     References
     ----------
@@ -121,9 +121,9 @@ class linear_warmup:
         _set_steps(self, "warmup_steps", 0)
 
     def __call__(self, step: Any) -> Any:
-        """Return the rate after ``step`` updates: a float for a number, a 0-d array for a 0-d array."""
+        """Return the rate after ``step`` updates, as a float for a number and as a 0-d array for a 0-d array."""
         xp, now = _real(step)
-        # Before its beginning the schedule is asked for its first rate, so that there is one formula for both parts.
+        # During the warm-up this is the schedule's first rate, so that one formula serves for both parts.
         after = _like(step, xp.maximum(now - float(self.warmup_steps), xp.zeros_like(now)), xp)
         rate = self.schedule(after) if callable(self.schedule) else self.schedule
         rate = rate_array(rate, now, xp)
@@ -132,7 +132,7 @@ class linear_warmup:
 
 
 def _real(step: Any) -> tuple[Any, Array]:
-    """Return a namespace and the step as a real 0-d array in it: NumPy's float64 for a Python number."""
+    """Return the namespace, and the step as a floating 0-d array: NumPy's float64 for a Python number."""
     if isinstance(step, numbers.Real):
         step = np.asarray(step, dtype=np.float64)
     xp = registry.owner(step, "step").namespace()
@@ -140,7 +140,7 @@ def _real(step: Any) -> tuple[Any, Array]:
 
 
 def _like(step: Any, value: Any, xp: Any) -> Any:
-    """Return ``value`` as a float where the step is a number, else as a 0-d array."""
+    """Return ``value`` as a float if the step is a number, else as a 0-d array."""
     return float(value) if isinstance(step, numbers.Real) else as_array(value, xp)
 
 

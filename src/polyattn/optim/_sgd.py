@@ -28,19 +28,19 @@ class SGD(Optimizer):
     Parameters
     ----------
     lr : float or function of the step
-        The learning rate. A function is given the number of updates already done, as a 0-d array of float64 if
-        a parameter is float64 and of float32 otherwise, and returns a number or a 0-d array.
+        The learning rate. A function takes the number of updates so far, as a 0-d array (float64 if a parameter is
+        float64, else float32), and returns a number or a 0-d array.
     momentum : float
-        In [0, 1). 0 keeps no buffer.
+        In [0, 1); with 0 there is no momentum buffer.
     nesterov : bool
-        Nesterov's form of the momentum; it needs one.
+        Whether to use Nesterov momentum; ``momentum`` must then be more than 0.
     weight_decay : float
-        The factor of the L2 penalty's gradient, at least 0; it works without momentum too.
+        The factor of the L2 penalty's gradient, at least 0.
 
     Raises
     ------
     ArgumentError
-        If one of these is out of its range.
+        If an argument is out of its range.
 
     Notes
     -----
@@ -92,9 +92,9 @@ class SGD(Optimizer):
         return theta - (rate * unit) * direction, buffer * unit
 
     def _unit(self, added: list[Array], xp: Any) -> Array:
-        """Return a power of two in whose units no sum of these arrays overflows where one is above 1, and 1 elsewhere.
+        """Return a power of two by which the arrays are divided so that their sums do not overflow; 1 for small values.
 
-        A sum of them is at most ``(1 + weight_decay) · (1 + momentum) + momentum²`` times the largest.
+        The sum is at most ``(1 + weight_decay) · (1 + momentum) + momentum²`` times the largest magnitude.
         """
         peak = functools.reduce(xp.maximum, (xp.abs(x) for x in added))
         one = xp.ones_like(peak)
