@@ -251,7 +251,7 @@ def test_memory_is_that_of_the_call() -> None:
 
 
 def test_memory_of_a_device_is_not_made_up() -> None:
-    with pytest.raises(pa.PolyattnError, match="says nothing of cuda:0"):
+    with pytest.raises(pa.PolyattnError, match="does not include the memory of cuda:0"):
         bench.peak_memory("plain-numpy", Case("attention", "forward", SMALL), "numpy", "cuda:0", 1)
 
 
