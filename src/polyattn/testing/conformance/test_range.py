@@ -1,6 +1,6 @@
-"""Where inputs and the exact result are finite in the dtype, so is ours, at both ends of what the dtype holds.
+"""If inputs and the exact result are finite in the dtype, the result is finite, at both ends of the dtype's range.
 
-Operation × dtype × magnitudes, against decimal numbers of any size. A result below the normal numbers may be off by a
+Operation × dtype × magnitudes, against decimal numbers of any magnitude. A subnormal result may differ by a
 few of the subnormal ones, and by the least normal number where a library flushes those to zero, as XLA does on the
 CPU; inputs are normal numbers.
 """
@@ -32,7 +32,7 @@ MAGNITUDES = {  # tiny, ordinary, large, and close to the largest
 
 
 class Judge:
-    """Arrays of a dtype, and what is close enough to an exact result."""
+    """Arrays of a dtype, and the tolerance of results."""
 
     def __init__(self, make: Any, to_np: Any, dtype: str) -> None:
         self.dtype, self._make, self._to_np = dtype, make, to_np
@@ -42,12 +42,12 @@ class Judge:
         self.slack = 2 * least if flushes else 4 * subnormal
 
     def arrays(self, *hosts: Any) -> list[tuple[Any, Any]]:
-        """Return for each host array that of the library, and the exact numbers that it holds."""
+        """Return for each NumPy array that of the library, and its exact values."""
         natives = [self._make(np.clip(host, -self.largest, self.largest), self.dtype) for host in hosts]
         return [(native, ref.exact(self._to_np(native))) for native in natives]
 
     def check(self, actual: Any, expected: Any, what: str, *, size: Any = None) -> None:
-        """Compare what is finite in the dtype, relative to each result or to ``size``."""
+        """Compare the results that are finite in the dtype, relative to each result or to ``size``."""
         got = self._to_np(actual)
         want = np.broadcast_to(np.asarray(expected, dtype=object), got.shape)
         size = np.abs(want) if size is None else np.broadcast_to(size, got.shape)
@@ -78,10 +78,10 @@ WEIGHT = np.array([0.9, -0.5, 1.0, 0.4, -0.8])
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_norms(judge: Any, name: Any, eps: Any) -> None:
-    """Rows of different magnitudes stand beside each other; the gradient is 1 / root times that of the result."""
+    """Rows of different magnitudes in one array; the gradient is 1 / root times that of the result."""
     scales = MAGNITUDES[judge.dtype]
     for of_x, of_dy, of_weight in itertools.product(scales, scales, scales):
-        # Products of two ends of the dtype within one row are not asked for: the rows have one magnitude.
+        # Each row has one magnitude: products of both ends of the range within a row are not checked.
         rows = np.array([[of_x], [1.0], [of_x]])
         (x, x_), (weight, w_), (dy, dy_) = judge.arrays(X * rows, WEIGHT * of_weight, DY * of_dy)
         y, cache = getattr(F, f"{name}_forward")(x, weight, eps=eps)
@@ -94,7 +94,7 @@ def test_norms(judge: Any, name: Any, eps: Any) -> None:
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_norms_of_the_largest(judge: Any, to_np: Any, name: Any) -> None:
-    """A sum of equal numbers overflows, and their root may be rounded up; two opposite ones are ±1, without slope."""
+    """The sum of equal numbers overflows, and their root may round up; two opposite numbers give ±1 and gradient 0."""
     bias = [] if name == "rms_norm" else judge.arrays(np.full(8, 0.5))
     for signs in (np.ones(8), np.array([1.0, -1.0] * 4)):
         ((x, _), (one, _)) = judge.arrays(judge.largest * signs[None], np.ones(8))
@@ -115,7 +115,7 @@ INPUTS = {"silu": (-2e2, -150.0, -89.0), "gelu": (-25.0, -17.0, -13.3), "gelu-ta
 
 @pytest.mark.parametrize("case", ACTIVATIONS)
 def test_activations(judge: Any, case: Any) -> None:
-    """The factor that vanishes far below 0 meets a large dy or up, and a product that overflows alone meets it."""
+    """A factor that underflows is multiplied by a large dy or up, and a product that overflows by such a factor."""
     unit, gated, options, exact = ACTIVATIONS[case]
     low, _, _, high = MAGNITUDES[judge.dtype]
     far = INPUTS[case] if judge.dtype != "float64" else tuple(3 * x for x in INPUTS[case])
@@ -142,7 +142,7 @@ def test_activations(judge: Any, case: Any) -> None:
 
 @pytest.mark.parametrize("case", ACTIVATIONS)
 def test_activations_alone(judge: Any, case: Any) -> None:
-    """One input at a time, so that no other one selects the formula: on both sides of where a power overflows."""
+    """One input at a time, so that no other element selects the formula, on both sides of the overflow of a power."""
     unit, gated, options, exact = ACTIVATIONS[case]
     edge = 709.7 if judge.dtype == "float64" else 88.7
     if case != "silu":  # where 2u of the tanh approximation is at the edge; exact gelu has none
@@ -164,7 +164,7 @@ def test_relu(judge: Any) -> None:
 
 
 def test_linear(judge: Any) -> None:
-    """Sums that overflow on the way to a finite result, in the product and over the rows, and large times tiny."""
+    """Partial sums that overflow although the result is finite, in the product and over the rows; large times tiny."""
     top = 0.75 * judge.largest
     signs = np.array([[1.0, 1.0, -1.0, -1.0, 1.0, -1.0], [1.0, -1.0, 1.0, 1.0, -1.0, -1.0]])
     low = MAGNITUDES[judge.dtype][0]
@@ -175,7 +175,7 @@ def test_linear(judge: Any) -> None:
         (top, 2.0, top),
         (low, low, 1.0),
     ):
-        # The second column is one product and a bias of the other sign, the first six that cancel.
+        # The first column is six products that cancel, the second one product and a bias of the other sign.
         hosts = of_x * signs, np.stack([np.full(6, of_weight), of_weight * np.eye(6)[0]], 1), np.full(2, -of_bias)
         (x, x_), (weight, w_), (bias, b_), (dy, dy_) = judge.arrays(*hosts, np.array([[1.0, 1.0], [-1.0, 1.0]]))
         y, cache = F.linear_forward(x, weight, bias)
@@ -188,7 +188,7 @@ def test_linear(judge: Any) -> None:
 
 
 def test_sums_over_rows(judge: Any) -> None:
-    """The gradients of bias, gain and table: +, +, −, − of a number more than half the largest."""
+    """The gradients of bias, weight and table: +, +, −, − of a number larger than half of the largest."""
     top = 0.75 * judge.largest
     signs = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]])
     (dy, dy_), (x, x_), (one, _), (zero, _) = judge.arrays(top * signs, [[1.0, -1.0]] * 5, np.ones(2), np.zeros(2))
@@ -203,7 +203,7 @@ def test_sums_over_rows(judge: Any) -> None:
 
 
 def test_embedding(judge: Any, make: Any) -> None:
-    """A row that is taken five times."""
+    """A row with five occurrences."""
     top = 0.75 * judge.largest
     (table, table_), (dy, dy_) = judge.arrays(
         np.full((2, 3), top), top * np.array([[1.0, 1, 1, -1, -1]]).T * np.ones((5, 3))
