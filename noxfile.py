@@ -211,7 +211,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def minimal(session: nox.Session) -> None:
-    """Build the wheel, check its content, and run the unit tests on it with the core requirements alone."""
+    """Build the wheel, look into it, and run the tests that need no other library on it."""
     folder = Path(session.create_tmp()).resolve()
     for old in folder.glob("*.whl"):
         old.unlink()

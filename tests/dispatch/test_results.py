@@ -59,7 +59,7 @@ def arrays_of(*trees):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations(name, home, place, made, host):
-    """Results, gradients and ``cache.lse`` are correct, and of the inputs' library and device."""
+    """Results and gradients are the inputs' library's, right, on the inputs' device; so are row statistics."""
     inputs, arguments = OPERATIONS[name]
     backward = getattr(F, f"{name}_backward")
     expected, there = getattr(F, f"{name}_forward")(*inputs, **arguments)
