@@ -219,7 +219,7 @@ def minimal(session: nox.Session) -> None:
     (wheel,) = folder.glob("*.whl")
     check_wheel(session, wheel)
     session.install("-c", "constraints.txt", str(wheel), "pytest", "hypothesis")
-    session.run("polyattn", "train", success_codes=[2])  # the command line is an extra, and the error names it
+    session.run("polyattn", "train", success_codes=[2])  # the command line is an extra; it says how to get it
     session.run("pytest", "tests/unit", "--polyattn-backend=numpy", *session.posargs, env=UNSELECTED)
 
 
