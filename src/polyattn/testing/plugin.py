@@ -52,9 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     except (PolyattnError, ImportError) as error:
         asked = module or name or "numpy"
-        raise pytest.UsageError(f"polyattn: {asked} was asked for and cannot be used: {error}") from error
-    told = None if hasattr(config, "workerinput") else config.getoption("--polyattn-progress")
-    recorder = Recorder(config.stash[TARGET], config.getoption("--polyattn-report"), told)
+        raise pytest.UsageError(f"polyattn: {asked} cannot be used: {error}") from error
+    progress = None if hasattr(config, "workerinput") else config.getoption("--polyattn-progress")
+    recorder = Recorder(config.stash[TARGET], config.getoption("--polyattn-report"), progress)
     config.stash[RECORDER] = recorder
     config.pluginmanager.register(recorder, "polyattn-recorder")
 

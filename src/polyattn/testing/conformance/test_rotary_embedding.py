@@ -150,11 +150,11 @@ def test_products_depend_on_the_distance_alone(make: Any, to_np: Any, interleave
     q, k = X[0, :, :1], DY[0, :, :1]
 
     def product(of_query: int, of_key: int) -> Any:
-        turned = (
+        rotated = (
             to_np(F.rotary_embedding(make(x), offset=p, interleaved=interleaved))
             for x, p in ((q, of_query), (k, of_key))
         )
-        return np.sum(np.prod([*turned], axis=0), axis=-1)
+        return np.sum(np.prod([*rotated], axis=0), axis=-1)
 
     assert_close(product(12, 5), product(7, 0))
     assert_close(product(4103, 4096), product(7, 0))

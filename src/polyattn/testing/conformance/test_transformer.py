@@ -161,10 +161,10 @@ def test_options_leave_the_other_parameters_as_they_are(contract: Any, backend: 
     assert list(more.parameters()) == [*plain.parameters(), "q_norm.weight", "k_norm.weight", "sinks"]
     for name, parameter in plain.parameters().items():
         np.testing.assert_array_equal(to_np(more.parameters()[name]), to_np(parameter))
-    turned = pa.MultiHeadAttention(8, 2, rotary={"base": 500.0}, window=(3, 0), backend=backend)
+    with_rotary = pa.MultiHeadAttention(8, 2, rotary={"base": 500.0}, window=(3, 0), backend=backend)
     plain.save(tmp_path / "layer.safetensors")
-    turned.load(tmp_path / "layer.safetensors")
-    for layer in (plain, more, turned):
+    with_rotary.load(tmp_path / "layer.safetensors")
+    for layer in (plain, more, with_rotary):
         assert type(layer)(**layer.config()).config() == layer.config()
 
 

@@ -33,9 +33,9 @@ def rotary_embedding(
     if x.ndim > 2:
         angles = angles[..., None, :, :]
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(dim // 2), slice(dim // 2, dim))
-    turned = magnitude * (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    rotated = magnitude * (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
     y = x.copy()
-    y[..., first], y[..., second] = turned.real, turned.imag
+    y[..., first], y[..., second] = rotated.real, rotated.imag
     return y
 
 
