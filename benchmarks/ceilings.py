@@ -1,12 +1,12 @@
-"""What NumPy's matrix products alone allow: no attention that calls them can come closer to a peer than this.
+"""The speed of NumPy's matrix products alone: an upper bound for every attention that uses them.
 
     python benchmarks/ceilings.py
 
-Forward and backward take seven products of each tile of scores: queries and keys, weights and values,
-then both again and one for each gradient. Here only these run, on the same few tiles again and again,
-which stay in a core's cache, each thread with the BLAS to itself: no exp, no sums, no memory to fetch.
-One query takes two products, and reads all keys and values. The ceiling is the peer's time divided by
-the products'; beside it stands what polyattn reached in the same turns.
+Forward and backward compute seven matrix products for each tile of scores: scores and output in the
+forward, scores again, the gradient of the weights, and one for each of dq, dk and dv. Only these are
+timed, without exp and sums, in threads with single-threaded BLAS, and on a few tiles that remain in a
+core's cache. One query needs two products, and reads all keys and values. The ceiling is the peer's time
+divided by that of the products; the ratio that polyattn reached in the same rounds is printed next to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TILE = 256, 512  # queries and keys, as in the NumPy backend
 
 
 def seven_products(case: Case, threads: int) -> Callable[[], None]:
-    """Return what does the products of forward and backward, its tiles shared among threads."""
+    """Return a function that computes the products of forward and backward, with the tiles divided among threads."""
     (rows, columns), d = TILE, case.shape.d
     tiles = case.shape.scores // (rows * columns) // threads
     pool = ThreadPoolExecutor(threads)
@@ -53,13 +53,13 @@ def seven_products(case: Case, threads: int) -> Callable[[], None]:
 
 
 def two_products(case: Case, threads: int) -> Callable[[], None]:
-    """Return what does the products of the forward as they are written; the BLAS may use all its threads."""
+    """Return a function that computes the two products of the forward; the BLAS may use all its threads."""
     q, k, v = (case.inputs()[name] for name in ("q", "k", "v"))
     return lambda: (q @ np.swapaxes(k, -1, -2)) @ v
 
 
 def line(case: Case, peer: str, rounds: int = 9) -> str:
-    """Let the peer, polyattn and the products take turns."""
+    """Time the peer, polyattn and the products in interleaved rounds, and return a line of the table."""
     threads, both = cores(), case.what == "both"
     runs: dict[str, Callable[[], Any]] = {
         peer: PEERS[peer].contestant(case, "cpu", threads).run,

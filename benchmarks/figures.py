@@ -1,11 +1,11 @@
-"""Measure the figures of docs/benchmarks.md: one JSON file for each part, in a folder.
+"""Run the measurements of docs/benchmarks.md, and write one JSON file for each part to a folder.
 
     python benchmarks/figures.py --list
     python benchmarks/figures.py --output figures                     # all parts, about half an hour
-    python benchmarks/figures.py --output figures attention-numpy     # one, or those that begin so
+    python benchmarks/figures.py --output figures attention-numpy     # those with this prefix
 
-Every part is a comparison of its own, so that a machine with little time to spare can do one after
-the other. ``benchmarks/page.py figures`` then writes the page. Run nothing else meanwhile.
+The parts are independent comparisons and can be run at different times. ``benchmarks/page.py figures``
+then writes the page. Run nothing else at the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from targets import MEMORY, memory
 
 from polyattn.bench import OURS, PEERS, TASKS, Case, Shape, compare, cores, parse_shape, peak_memory
 
-# NumPy's arrays against everyone, other libraries' against what they bring themselves.
+# On NumPy's arrays polyattn is compared with all peers, on those of other libraries with the library's own functions.
 PEERS_OF = {"numpy": None, "torch": ["torch-sdpa"], "jax": ["jax", "polyattn-jit"]}
 WEIGHED = parse_shape("1,8,4096,64")
 
@@ -35,12 +35,12 @@ def compared(task: str, backend: str, whats: tuple[str, ...], causal: bool, shap
 
 
 def memory_of_ours() -> Any:
-    """Measure polyattn at n = 16384."""
+    """Measure the memory of polyattn at n = 16384."""
     return {"rows": [memory(target) for target in MEMORY.values()]}
 
 
 def memory_of_all() -> Any:
-    """Measure all that are here at n = 4096."""
+    """Measure the memory of polyattn and all installed peers at n = 4096."""
     contestants = [(OURS, backend, TASKS["attention"]) for backend in PEERS_OF]
     contestants += [
         (name, "numpy", tuple(what for what in TASKS["attention"] if what in peer.kinds))
@@ -56,7 +56,7 @@ def memory_of_all() -> Any:
 
 
 def parts() -> dict[str, Callable[[], Any]]:
-    """Return what can be measured, by name."""
+    """Return the function of each part, by name."""
     found: dict[str, Callable[[], Any]] = {}
     for backend in PEERS_OF:
         for what in TASKS["attention"]:
@@ -70,7 +70,7 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the parts that were asked for."""
+    """Run the chosen parts."""
     options = parser(__doc__)
     options.add_argument("--output", type=Path, default=Path("figures"), help="the folder (default: figures)")
     chosen = parsed(options, parts(), arguments)

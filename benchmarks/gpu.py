@@ -1,12 +1,12 @@
-"""polyattn on one CUDA device against its peers: within ten minutes, every result checked against float64.
+"""Compare polyattn on one CUDA device with its peers, in at most ten minutes; all results are compared with float64.
 
     python benchmarks/gpu.py --json gpu.json
 
-CuPy arrays in polyattn's own kernel, against the formula in CuPy. And torch's fused attention as polyattn calls it, on
-torch's tensors and on CuPy's arrays (whose memory torch is lent), against calling it directly. Contestants take turns
-in one process; each time is the median of the rounds, from the call until the device has finished.
+polyattn's kernel on CuPy arrays is compared with the formula in CuPy; polyattn on torch tensors and on CuPy arrays
+(converted to torch without a copy) is compared with torch's fused attention. All run in one process, in interleaved
+rounds; each time is the median of the rounds, from the call until the device has finished.
 
-The exit code is 1 where there is no device, or where a result of polyattn's is wrong.
+The exit code is 1 if there is no device, or if a result of polyattn is wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TORCH_AIMS = ((128, "µs", 60.0), (16384, "ratio", 1 / 1.05))
 
 
 class Comparison(NamedTuple):
-    """Which arrays polyattn is given, where it computes, and whom it is compared with."""
+    """The library of the input arrays, the backend, the peer, the lengths and the targets of a comparison."""
 
     name: str
     arrays: str
@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
     peer: str
     lengths: tuple[int, ...]
     aims: tuple[tuple[int, str, float], ...]
-    """From or at which length, and what: the most µs that polyattn takes more, or the least ratio."""
+    """Length, unit and bound: at most so many µs more than the peer, or at least such a ratio."""
 
 
 COMPARISONS = (
@@ -55,7 +55,7 @@ COMPARISONS = (
 
 
 def missing() -> str | None:
-    """Return why there is nothing to measure here, or None."""
+    """Return why nothing can be measured on this machine, or None."""
     for name in ("cupy", "torch"):
         try:
             devices = registry.ready(name).devices()
@@ -69,7 +69,7 @@ def missing() -> str | None:
 def reference(
     xp: Any, q: Any, k: Any, v: Any, dout: Any, *, causal: bool, backward: bool, block: int = BLOCK
 ) -> dict[str, Any]:
-    """Return the output and the gradients in float64 by the formula, a block of rows after the other."""
+    """Return the output and the gradients in float64 by the formula, block by block of rows."""
     scale, n_q, n_k = 1 / math.sqrt(q.shape[-1]), q.shape[-2], k.shape[-2]
     results = {
         name: xp.zeros(x.shape, dtype=xp.float64) for name, x in (("out", dout), ("dq", q), ("dk", k), ("dv", v))
@@ -93,7 +93,7 @@ def reference(
 
 
 def expected(case: Case) -> dict[str, Any]:
-    """Return the reference for a case on the host, of inputs as its dtype holds them."""
+    """Return the reference for a case on the host, from the inputs rounded to its dtype."""
     home = registry.ready(LIBRARY)
     xp, dtype = home.namespace(), home.dtype(case.dtype)
     given = {name: pa.to_backend(x, LIBRARY, DEVICE) for name, x in case.inputs().items()}
@@ -103,7 +103,7 @@ def expected(case: Case) -> dict[str, Any]:
 
 
 def cases(lengths: tuple[int, ...], longest: int) -> Iterator[Case]:
-    """Yield the problems of a comparison, one batch entry of eight heads of 64 features each."""
+    """Yield the cases of a comparison, all with batch size 1, 8 heads and 64 features."""
     for n, dtype, what in itertools.product(lengths, ("float32", "float16"), ("forward", "both")):
         if n <= longest:
             for causal in (False, True) if n == 4096 else (False,):
@@ -111,7 +111,7 @@ def cases(lengths: tuple[int, ...], longest: int) -> Iterator[Case]:
 
 
 def verdict(comparison: Comparison, n: int, ours: Row, theirs: Row) -> str:
-    """Say whether polyattn reaches what is aimed at; nothing where nothing is, or a time is missing."""
+    """Return whether polyattn reaches its target; an empty string if there is none, or a time is missing."""
     if ours.milliseconds is None or theirs.milliseconds is None:
         return ""
     for length, kind, bound in comparison.aims:
@@ -133,10 +133,10 @@ def line(comparison: Comparison, row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare, print, write."""
+    """Run the comparisons, print a table, and write the results."""
     options = parser(__doc__)
     options.add_argument("--json", type=Path, help="write the results to this file")
-    options.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")
+    options.add_argument("--rounds", type=int, default=7, help="number of rounds (default: 7)")
     options.add_argument("--longest", type=int, default=16384, help="leave out longer sequences")
     chosen = options.parse_args(arguments)
     if (reason := missing()) is not None:
@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
                 aim = target if row.peer == OURS else ""
                 print(f"{line(comparison, row)}  {aim} {row.note}".rstrip(), flush=True)
                 found.append({"comparison": comparison.name, **asdict(row), "target": aim})
-            if chosen.json:  # again after each, so that a run that is cut short leaves what it found
+            if chosen.json:  # written after each comparison, so that an interrupted run keeps its results
                 about = {"machine": report.machine, "versions": report.versions}
                 chosen.json.write_text(json.dumps({**about, "rows": found}, indent=1), encoding="utf-8")
     wrong = [row for row in found if row["note"] and row["peer"] == OURS]

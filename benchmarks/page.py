@@ -1,4 +1,4 @@
-"""Write the figures that benchmarks/figures.py measured into docs/benchmarks.md, between its two marks.
+"""Write the results of benchmarks/figures.py into docs/benchmarks.md, between its two marks.
 
 python benchmarks/page.py figures
 """
@@ -28,14 +28,14 @@ DISTURBED = 0.05
 
 
 def table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table; all columns but the first stand right."""
+    """Yield the lines of a Markdown table; all columns but the first are aligned right."""
     yield "| " + " | ".join(columns) + " |"
     yield "| --- |" + " ---: |" * (len(columns) - 1)
     yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
 def cell(row: dict[str, Any] | None) -> str:
-    """Return a time and, of a peer, its ratio; in bold where the peer is faster."""
+    """Return a time and, for a peer, its ratio; in bold if the peer is faster."""
     if row is None or row["milliseconds"] is None:
         return "–" if row is None or not row["note"] else row["note"].partition(":")[0]
     time = f"{row['milliseconds']:.3g}" if row["milliseconds"] < 100 else f"{row['milliseconds']:.0f}"
@@ -46,7 +46,7 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def times(report: Report, what: str) -> Iterator[str]:
-    """Yield a report's table: shapes down, contestants across."""
+    """Yield a report's table, with a row for each shape and a column for each contestant."""
     rows = [row for row in report["rows"] if row["what"] == what]
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     found = {(row["shape"], row["peer"]): row for row in rows}
@@ -55,7 +55,7 @@ def times(report: Report, what: str) -> Iterator[str]:
 
 
 def wins(report: Report, name: str) -> Iterator[str]:
-    """Yield a line for each peer that is faster somewhere."""
+    """Yield a line for each peer that is faster on some shape."""
     for peer in dict.fromkeys(row["peer"] for row in report["rows"]):
         timed = [row for row in report["rows"] if row["peer"] == peer and row["ratio"] is not None]
         faster = [row for row in timed if row["ratio"] < 1 and peer != "polyattn"]
@@ -100,7 +100,7 @@ def memory(ours: Report | None, everyone: Report | None) -> Iterator[str]:
 
 
 def disturbance(reports: dict[str, Report]) -> float:
-    """Return the largest part of the cores that other processes used during a comparison."""
+    """Return the largest fraction of the cores' time that other processes used during a comparison."""
     return max((r["machine"]["others"] or 0.0 for r in reports.values() if "machine" in r), default=0.0)
 
 
@@ -126,14 +126,14 @@ def lines(reports: dict[str, Report]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Replace what stands between the marks."""
+    """Replace the text between the marks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where benchmarks/figures.py wrote")
+    parser.add_argument("folder", type=Path, help="the output folder of benchmarks/figures.py")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/benchmarks.md)")
     options = parser.parse_args(arguments)
     paths = [path for name in parts() if (path := options.folder / f"{name}.json").exists()]
     if not any(path.stem.startswith(tuple(TITLES)) for path in paths):
-        parser.error(f"expected files that benchmarks/figures.py wrote, found none in {options.folder}")
+        parser.error(f"expected the files of benchmarks/figures.py, found none in {options.folder}")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
     if (busy := disturbance(reports)) >= DISTURBED:
         print(f"page.py: other processes used {busy:.0%} of the cores during a part; measure again", file=sys.stderr)

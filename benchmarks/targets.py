@@ -1,12 +1,12 @@
-"""The figures to reach, next to what this machine gives: medians over the standard shapes.
+"""Measure the performance targets on this machine: medians over the standard shapes.
 
     python benchmarks/targets.py --list
-    python benchmarks/targets.py numpy-torch-forward train    # one row, and all whose names begin so
+    python benchmarks/targets.py numpy-torch-forward train    # rows by name or prefix
 
-A ratio is a peer's time divided by polyattn's, so more is better; each is the median of at least
-seven rounds, in turns, in one process. Memory is that of one call at n = 16384, 8 heads of 64
-features, beside its inputs and results, and must not grow more than 2.2 times from n / 2 (Linux
-only). The exit code is 1 where a figure is missed.
+A ratio is a peer's time divided by polyattn's, so a larger one is better; each is the median of at
+least seven interleaved rounds in one process. Memory is that of one call at n = 16384, 8 heads of 64
+features, without its inputs and results; from n / 2 to n it must grow at most by 2.2 times (Linux
+only). The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from _common import DECODE, LAYERS, LONG, SHAPES, TINY, parsed, parser, progress
 
 from polyattn.bench import OURS, Case, Report, Shape, compare, cores, peak_memory
 
-GROWTH = 2.2  # of the memory from n / 2 to n: results and what is needed beside them
+GROWTH = 2.2  # the largest allowed growth of the memory, results included, from n / 2 to n
 
 
 class Target(NamedTuple):
-    """A figure: polyattn on a backend against a peer. It is a ratio, or µs or MiB, of which ``least`` is the most."""
+    """A target: ``least`` is the least ratio to a peer; with a ``unit``, µs or MiB, it is the largest allowed value."""
 
     name: str
     backend: str
@@ -43,7 +43,7 @@ class Target(NamedTuple):
 def attention(
     backend: str, peer: str, alias: str, shapes: tuple[Shape, ...], *figures: tuple[str, bool, float, float | None]
 ) -> list[Target]:
-    """Return attention's figures against a peer: what, causal, the least and the aim."""
+    """Return attention's targets against a peer, from what, causal, the least ratio and the aim."""
     return [
         Target(
             f"{backend}-{alias}-{what}{'-causal' if causal else ''}", backend, peer, "attention", what, causal, shapes,
@@ -88,7 +88,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """A figure and what was measured: the median over the shapes, and the worst of them."""
+    """A target and its measurement: the median over the shapes, and the worst of them."""
 
     name: str
     least: float
@@ -102,7 +102,7 @@ class Outcome:
 
 
 def outcome(target: Target, report: Report) -> Outcome:
-    """Judge a comparison of one peer; a peer that could not be timed leaves the figure unmeasured."""
+    """Return the outcome of a comparison with one peer; without a measurement if the peer could not be timed."""
     theirs = [row for row in report.rows if row.peer == target.peer]
     ours = {row.shape: row.milliseconds or 0.0 for row in report.rows if row.peer == OURS}
     notes = tuple(f"{row.shape}: {row.note}" for row in theirs if row.note)
@@ -121,14 +121,14 @@ def outcome(target: Target, report: Report) -> Outcome:
 
 
 def memory(target: Target, threads: int | None = None, peak: Callable[..., Any] = peak_memory) -> dict[str, Any]:
-    """Measure the MiB of a call, beyond its results, and by what the whole grew from n / 2 to n."""
+    """Measure the MiB of a call without its results, and the growth of the total from n / 2 to n."""
     (shape,) = target.shapes
     half, whole = (
         peak(OURS, Case(target.task, target.what, shape._replace(n_q=n, n_k=n)), target.backend, "cpu",
              threads or cores())
         for n in (shape.n_k // 2, shape.n_k)
     )  # fmt: skip
-    # The forward hands the log-sum-exp to the backward, and the result does not show it.
+    # The forward keeps the log-sum-exp for the backward, which is not among the results.
     lse = 4 * shape.batch * shape.heads * shape.n_q if target.what == "both" else 0
     return {
         "backend": target.backend, "what": target.what, "n": shape.n_k, "peak_mib": whole.peak / 2**20,
@@ -137,7 +137,7 @@ def memory(target: Target, threads: int | None = None, peak: Callable[..., Any] 
 
 
 def measured(target: Target, rounds: int, threads: int | None) -> tuple[Outcome, Report | None]:
-    """Measure what a figure is about."""
+    """Run the measurement of a target."""
     if target.name in MEMORY:
         found = memory(target, threads)
         beyond, growth = found["beyond_mib"], found["growth"]
@@ -167,10 +167,10 @@ def line(found: Outcome) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the rows that were asked for, by default all in about a quarter of an hour, and print each when done."""
+    """Measure the chosen rows, by default all in about a quarter of an hour, and print each when it is done."""
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=7, help="turns of each contestant, 7 or more (default: 7)")
-    options.add_argument("--threads", type=int, help="of every library (default: all cores)")
+    options.add_argument("--rounds", type=int, default=7, help="number of rounds, at least 7 (default: 7)")
+    options.add_argument("--threads", type=int, help="threads of each library (default: all cores)")
     options.add_argument("--json", action="store_true", help="print one JSON object instead")
     chosen = parsed(options, TARGETS, arguments)
     if chosen.rounds < 7:

@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
         return found
 
     def refused(self, code: int) -> str:
-        """The error: the one line that is said of it."""
+        """The error message, which is one line."""
         assert self.code == code, self.err
         assert "Traceback" not in self.err
         line = self.err.splitlines()[-1]

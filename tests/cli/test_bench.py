@@ -1,4 +1,4 @@
-"""The engine of ``polyattn bench`` and its command line. Nothing here is timed: the clock is the test's own."""
+"""The engine of ``polyattn bench`` and its command line. Nothing is timed: the clock is simulated."""
 
 import gc
 import itertools
@@ -26,7 +26,7 @@ TURN = 1e3 / 64  # milliseconds, without a rounding
 
 
 def steady() -> Callable[[], float]:
-    """A clock by which every turn lasts TURN."""
+    """A clock by which every measurement takes TURN."""
     ticks = itertools.count()
     return lambda: next(ticks) * TURN / 1e3
 
@@ -36,7 +36,7 @@ def compared(*cases: Case, **options: Any) -> Report:
 
 
 def fake(name: str, ran: dict[str, int], factor: float = 1.0, failure: Exception | None = None) -> Peer:
-    """Return a peer that gives polyattn's own answer on NumPy, off by a factor, and counts its runs."""
+    """Return a peer with polyattn's results on NumPy times a factor, which counts its runs."""
 
     def contestant(case: Case, device: str, threads: int) -> Contestant:
         inputs = case.inputs()
@@ -56,7 +56,7 @@ def fake(name: str, ran: dict[str, int], factor: float = 1.0, failure: Exception
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Replace the peers by a right one, two wrong ones and one that fails; return how often each has run."""
+    """Replace the peers by a correct one, two wrong ones and one that fails; return the number of runs of each."""
     ran = dict.fromkeys(("right", "wrong", "lost", "broken"), 0)
     fakes = (
         fake("right", ran),
@@ -72,7 +72,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 class Track:
-    """A clock that the runners themselves move, and a record of who ran."""
+    """A clock that the contestants advance, and a record of their order."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -251,7 +251,7 @@ def test_memory_is_that_of_the_call() -> None:
 
 
 def test_memory_of_a_device_is_not_made_up() -> None:
-    with pytest.raises(pa.PolyattnError, match="says nothing of cuda:0"):
+    with pytest.raises(pa.PolyattnError, match="does not include the memory of cuda:0"):
         bench.peak_memory("plain-numpy", Case("attention", "forward", SMALL), "numpy", "cuda:0", 1)
 
 
@@ -281,7 +281,7 @@ def test_memory_of_a_device_is_what_its_allocators_say(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Let the command's comparisons go by the steady clock, and its memory be 10 bytes a score; record the options."""
+    """Replace the clock by the steady one, and the memory by 10 bytes for each score; record the options."""
     calls: list[dict[str, Any]] = []
 
     def call(cases: Any, **options: Any) -> Report:

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/: what they make of reports. Nothing here is timed: the clock is the test's own."""
+"""The scripts in benchmarks/: their evaluation of reports. Nothing is timed: the clock is simulated."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a script as Python does that runs it: its folder comes first."""
+    """Import a script with its folder first in the path, as Python runs it."""
     monkeypatch.syspath_prepend(BENCHMARKS)
 
     def load(name: str) -> ModuleType:

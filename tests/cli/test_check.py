@@ -1,4 +1,4 @@
-"""``polyattn check``: what it prints of a report, and what a report has; once, on NumPy and on bare namespaces."""
+"""``polyattn check``: the printed report and the content of a report, on NumPy and on bare namespaces."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def made_up(name: str, namespace: bool, **more: Any) -> Report:
 
 @pytest.fixture
 def kit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Replace the kit by one with a failure; return how it was called."""
+    """Replace the kit by one with a failure; return the arguments of its calls."""
     calls: list[tuple[Any, ...]] = []
 
     def run_check(name: str, *, namespace: bool, pytest_args: Any, progress: Any) -> Report:
@@ -102,7 +102,7 @@ def test_what_runs_no_check_is_no_success() -> None:
 
 @pytest.fixture(scope="module")
 def softmax() -> tuple[Report, list[Progress]]:
-    """Run a part of the kit on NumPy; return the report, and how far it was each time that it told."""
+    """Run a part of the kit on NumPy; return the report, and each reported progress."""
     seen: list[Progress] = []
     return run_check("NumPy", pytest_args=SOFTMAX, progress=seen.append), seen
 

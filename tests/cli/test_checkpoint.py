@@ -1,4 +1,4 @@
-"""Files of named arrays: what goes in comes out, and whatever happens the last good file stays."""
+"""Files of named arrays: reading gives what was written, and a failed write leaves the old file."""
 
 import errno
 import os
@@ -76,7 +76,7 @@ def test_arrays_of_the_library_come_back_in_every_dtype(tmp_path: Path, target: 
 
 
 def test_every_bfloat16_comes_back_to_the_library(tmp_path: Path, target: Target) -> None:
-    """All 65,536 of them, NaN's many included, by their bits: from the library, into a file, into the library."""
+    """All 65,536 values, with all NaNs, bit by bit: from the library to a file and back."""
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy reads bfloat16 with ml_dtypes")
     bits = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     if "bfloat16" not in target.dtypes:
@@ -105,7 +105,7 @@ def test_eight_bits_come_back(tmp_path: Path, dtype: str) -> None:
 
 
 def test_bfloat16_without_its_package_is_told(path: Path, monkeypatch: Any) -> None:
-    """And it keeps nobody from the other tensors."""
+    """And other tensors can still be read."""
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has bfloat16 with ml_dtypes")
     write_tensors(path, {"x": np.zeros(2, ml_dtypes.bfloat16), "y": np.ones(2)})
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
@@ -159,7 +159,7 @@ def test_files_go_to_and_come_from_plain_safetensors(path: Path) -> None:
 
 
 def test_metadata_that_another_reader_got_may_be_written_again(path: Path) -> None:
-    """The digest that stands in them is of the earlier content."""
+    """The metadata contain the digest of the earlier content."""
     with safetensors.safe_open(path, framework="np") as file:
         write_tensors(path, {"weight": SQUARE * 2}, file.metadata())
     tensors, metadata = read_tensors(path)

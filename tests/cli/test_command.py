@@ -1,4 +1,4 @@
-"""The command line itself: help, backends, check, and how errors are told."""
+"""The command line itself: help, backends, check, and the output of errors."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""``polyattn explain``: what it says on each backend, without arrays of the size that it is asked about."""
+"""``polyattn explain``: its output on each backend, without arrays of the given shapes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``polyattn backends --features``: what each library can do, and why another cannot."""
+"""``polyattn backends --features``: the features of each library, and the reasons where one is lacking."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or lengthened is the uninterrupted run; a run that cannot go on loses nothing."""
+"""A run that was stopped, killed or continued equals the uninterrupted run; a failed run loses nothing."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ def expect_same_run(a: Path, b: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the pictures, which test_train.py looks at: they take longer than these runs."""
+    """Skip the pictures, which test_train.py checks: they take longer than these runs."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
@@ -201,7 +201,7 @@ def test_there_must_be_something_to_resume(command: Any, tmp_path: Path) -> None
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
-    """Let something happen once, while the samples of a step are drawn."""
+    """Call a function once, when the samples of a step are generated."""
 
     def arrange(step: int, event: Callable[[], None]) -> None:
         original = PointerCopy.batch

@@ -1,4 +1,4 @@
-"""``polyattn train``: what it reaches, what it writes, and where it computes."""
+"""``polyattn train``: its accuracy, its files, and its backend."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""``polyattn train --data``: the user's own samples, in epochs, and what is said of files that do not fit."""
+"""``polyattn train --data``: the user's own samples, in epochs, and the errors for invalid files."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ Y = np.broadcast_to(X[:, :1, :], X.shape)
 
 @pytest.fixture(autouse=True)
 def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the pictures, which test_train.py looks at: they take longer than these runs."""
+    """Skip the pictures, which test_train.py checks: they take longer than these runs."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 

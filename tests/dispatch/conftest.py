@@ -1,4 +1,4 @@
-"""Every library that is ready here, with every other; JAX in 64 bits, so that float64 may go to it."""
+"""Every installed library with every other; JAX with 64 bits, so that float64 can be converted to it."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def _nothing_selected(monkeypatch):
 
 @pytest.fixture(scope="session")
 def native():
-    """Return ``native(name, host)``: an array made by the library itself, with memory of its own."""
+    """Return ``native(name, host)``: an array that the library creates, with its own memory."""
 
     def make(name, host):
         xp = registry.load(name).namespace()
@@ -51,7 +51,7 @@ def native():
 
 @pytest.fixture(scope="session")
 def host():
-    """Return ``host(x)``: the values as NumPy has them, read by the library's own means."""
+    """Return ``host(x)``: the values as a NumPy array, by the library's own conversion."""
 
     def read(x):
         if hasattr(x, "detach"):
@@ -65,7 +65,7 @@ def host():
 
 @pytest.fixture(scope="session")
 def write():
-    """Return ``write(x, value)``: fill an array in place; False where its library does not let one."""
+    """Return ``write(x, value)``: fill an array in place; False if its library does not allow it."""
 
     def fill(x, value):
         if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):

@@ -1,4 +1,4 @@
-"""Every array that a conversion can meet, to every library: unchanged, shared where that is promised, never written."""
+"""Conversion of every kind of array to every library: values unchanged, memory shared as documented, source intact."""
 
 import importlib.util
 
@@ -18,7 +18,7 @@ SHARING = {name for name in READY if feature_of(registry.load(name), "shared_mem
 
 
 def test_every_backend_is_ready_or_says_why(info):
-    """A backend that is broken here is a fault; one that is not installed is left out of all pairs."""
+    """A broken backend fails the test; one that is not installed is left out of all pairs."""
     assert info.state != "broken", info.reason
     if info.state != "ready":
         pytest.skip(f"{info.name} is {info.state}: {info.reason}")
@@ -82,7 +82,7 @@ def memmap(path, mode):
 
 @pytest.mark.parametrize("layout", NUMPY)
 def test_from_numpy(layout, target, host, write, tmp_path):
-    """What arrives equals what was sent, which is unchanged; the account says truly whether memory is shared."""
+    """The converted array equals the source, which is unchanged; the transfer log is correct about shared memory."""
     if layout.endswith("memmap"):
         x = memmap(tmp_path / "x", "r" if layout.startswith("read") else "r+")
     else:
@@ -111,7 +111,7 @@ def test_from_numpy(layout, target, host, write, tmp_path):
 
 
 def has(backend, name):
-    """Say whether a library has a dtype, by its namespace; NumPy's bfloat16 is of another package."""
+    """Say whether a library has a dtype, by its namespace; NumPy's bfloat16 is from ml_dtypes."""
     if (backend, name) == ("numpy", "bfloat16"):
         return importlib.util.find_spec("ml_dtypes") is not None
     return hasattr(registry.load(backend).namespace(), name)
@@ -119,7 +119,7 @@ def has(backend, name):
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype(name, source, target, native, host):
-    """The element type never changes, or there is a DTypeError that names it."""
+    """The dtype is preserved, or a DTypeError names it."""
     values = np.array([0, 1, 1, 0, 1]).astype(name)
     if not has(source, name):
         with pytest.raises(pa.DTypeError, match=name):
@@ -136,7 +136,7 @@ def test_every_dtype(name, source, target, native, host):
 
 
 def test_bfloat16(source, target):
-    """It goes by its 16 bits between the libraries that have it, whatever the order of the axes."""
+    """It is converted exactly between the libraries that have it, for any order of the axes."""
     bits = np.array([0x0000, 0x8000, 0x3F80, 0xC020, 0x7F80, 0xFF80, 0x0001, 0x7F7F], dtype=np.uint16).reshape(2, 4)
     for name in ("numpy", source, target):
         if not has(name, "bfloat16"):
@@ -153,7 +153,7 @@ def test_bfloat16(source, target):
 
 
 def test_every_pair(source, target, native, host, write):
-    """Plain arrays between all pairs, sharing what is promised, and truly accounted for."""
+    """Plain arrays between all pairs: memory is shared as documented, and the transfer log is correct."""
     x = native(source, BASE)
     with pa.transfers() as account:
         there = pa.to_backend(x, target)

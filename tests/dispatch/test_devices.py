@@ -1,4 +1,4 @@
-"""Devices: kept where the selection names none, gone to where it names one, and results come back to the inputs'."""
+"""Devices: unchanged if the selection names none, else the selected one; results are on the inputs' device."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ OTHERS = ("numpy", "torch", "jax")
 
 @pytest.fixture
 def far(native):
-    """``far(device)``: an array of array-api-strict on one of its make-believe devices."""
+    """``far(device)``: an array of array-api-strict on one of its simulated devices."""
     pytest.importorskip("array_api_strict", reason="array-api-strict, which has several devices, is not installed")
     strict = registry.load("array-api-strict")
     return lambda device, x=X: native(strict.name, x).to_device(strict.native_device(device))
@@ -34,7 +34,7 @@ def test_nothing_selected_keeps_the_device(far):
 
 @pytest.mark.parametrize("length", [3, 0])
 def test_a_device_that_lacks_dtypes(far, length):
-    """It is no place to send anything, but what is there is computed there, and without keys, too."""
+    """Arrays cannot be moved to it, but those on it are computed there, also without keys."""
     x = far("no_float64", np.ones((3, 4), dtype=np.float32))
     keys = x[:length, :]
     with pa.transfers("forbid"):
@@ -51,7 +51,7 @@ def test_the_same_library_selected_without_a_device_keeps_it(far):
 
 
 def test_a_device_selected(far):
-    """Between devices only because the selection asked for it, and back."""
+    """Arrays move between devices only because of the selection, and results are moved back."""
     with pa.use_backend("array-api-strict", device="device1"), pa.transfers() as account:
         y, cache = F.softmax_forward(far("device2"))
         (dx,) = F.softmax_backward(y, cache)
@@ -67,7 +67,7 @@ def test_a_device_selected(far):
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_between_a_device_and_another_library(far, other):
-    """The other library's default device where it has none of that name; what comes back is a copy, and said to be."""
+    """The other library's default device if it has none of that name; results are copies, and logged as such."""
     if other not in {info.name for info in pa.list_backends() if info.state == "ready"}:
         pytest.skip(f"{other} is not installed")
     x = far("device1")

@@ -1,4 +1,4 @@
-"""``explain`` tells the kernel that computes arrays of another library: kernels see them as they would be there."""
+"""``explain`` names the kernel for arrays of another library, with their dtype and shape there."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""You get back what you passed in: for each library of the inputs, each backend selected, and each operation."""
+"""Results are of the inputs' library: for each library of inputs, each selected backend, and each operation."""
 
 import logging
 
@@ -123,7 +123,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, home, place, made, host):
-    """A bound layer returns the inputs' library's; parameter gradients stay where the parameters are."""
+    """A bound layer returns arrays of the inputs' library; parameter gradients are where the parameters are."""
     count = 3 if name == "ScaledDotProductAttention" else 1
     plain = LAYERS[name](dtype="float64")
     expected, there = plain.forward(*[X] * count)
@@ -145,7 +145,7 @@ def test_layers(name, home, place, made, host):
 
 
 def test_embedding_layer(home, place, made, host):
-    """Its inputs are integers, and have no gradient."""
+    """The inputs are integers and have no gradient."""
     layer = pa.Embedding(4, 3, dtype="float64", backend=place)
     weight = host(layer.parameters()["weight"])
     y, cache = layer.forward(made(home, LABELS))
@@ -159,7 +159,7 @@ def test_embedding_layer(home, place, made, host):
 
 
 def test_a_layer_that_moves(home, place, made, host):
-    """Bound by default it refuses other libraries and names the remedy, which works."""
+    """A layer that is bound by default rejects other libraries, and the error names a remedy that works."""
     layer = pa.Projection(4, 3, dtype="float64")
     x = made(home, X)
     if home != "numpy":
@@ -173,7 +173,7 @@ def test_a_layer_that_moves(home, place, made, host):
 
 
 def test_parameters_go_by_file_and_by_dict(home, place, tmp_path, host):
-    """What a layer on one backend saved, one on another loads; its arrays are of its own library."""
+    """A layer loads what a layer on another backend saved; its arrays are of its own library."""
     first = pa.Projection(4, 3, dtype="float64", seed=5, backend=home)
     first.save(tmp_path / "layer.safetensors")
     for load in ("load", "load_parameters"):
@@ -185,7 +185,7 @@ def test_parameters_go_by_file_and_by_dict(home, place, tmp_path, host):
 
 
 def test_a_backward_elsewhere_selected(home, place, made):
-    """A cache's backward runs where its forward ran, whatever is selected by then."""
+    """The backward runs where the forward ran, whatever is selected then."""
     y, cache = F.softmax_forward(made(home, X))
     with pa.use_backend(place), pa.transfers("forbid"):
         (dx,) = F.softmax_backward(y, cache)
@@ -213,7 +213,7 @@ def test_mixed_libraries(home, place, made):
 
 
 def test_forbidden_transfers(home, place, made, caplog):
-    """They raise before anything moves; allowed ones are in the log if that was asked for."""
+    """They raise before any transfer; allowed ones are in the log if one was passed."""
     x = made(home, X)
     with pa.transfers("forbid") as account:
         F.softmax(x)

@@ -1,4 +1,4 @@
-"""A caller may use its buffers again once a call returns: libraries that compute in the background must be done."""
+"""A caller may reuse its buffers after a call: libraries that compute asynchronously have finished."""
 
 from __future__ import annotations
 

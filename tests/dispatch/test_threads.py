@@ -1,4 +1,4 @@
-"""Threads and processes: ten at once get their own products, and a fork goes on on both sides."""
+"""Threads and processes: ten concurrent threads get their own results, and both processes work after a fork."""
 
 import os
 import threading
@@ -31,7 +31,7 @@ def run_at_once(work, count):
 
 
 def test_ten_threads(home, place, native, host):
-    """Thread i works on arrays filled with i, plain and as transposed views: every entry is its own."""
+    """Thread i computes with arrays full of i, plain and transposed: no result is that of another thread."""
 
     def work(i):
         full = np.full((2, 16, 16), float(i))
@@ -67,12 +67,12 @@ def test_a_layer_in_ten_threads(place):
 
 
 def test_every_backend_first_met_by_sixteen_threads(place, program):
-    """Nothing is loaded yet: discovery, loading and the first call are made by all at once."""
+    """Nothing is loaded yet: all threads discover, load and call at the same time."""
     program("first_met", place)
 
 
 def test_refreshing_under_way():
-    """Discovery done again while calls run: they keep their backends, and results stay right."""
+    """Discovery is repeated while calls run: they keep their backends, and results are correct."""
     x = np.arange(12.0).reshape(3, 4)
     expected = pa.functional.softmax(x)
 
@@ -90,5 +90,5 @@ def test_refreshing_under_way():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("selection", ["", "numpy"])
 def test_fork(selection, program):
-    """A large product and attention in the parent, attention in the child, again in the parent: all end, all right."""
+    """A large product and attention in the parent, attention in the child, then in the parent: all end, all correct."""
     program("fork", POLYATTN_BACKEND=selection)

@@ -1,4 +1,4 @@
-"""polyattn.interop.torch: attention and layers that autograd goes through, wherever they are computed."""
+"""polyattn.interop.torch: attention and layers with gradients by autograd, computed by any backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of every kind: what torch follows stays, what has no plain memory says so, and the rest goes over."""
+"""Tensors of every kind: those that require gradients stay, those without plain memory raise, others are converted."""
 
 import warnings
 
@@ -36,7 +36,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_go_over_and_results_come_back(view, other):
-    """The account is true: writing to the tensor shows in the other library's array unless it was copied."""
+    """The transfer log is correct: a write to the tensor changes the other library's array unless it was copied."""
     x = VIEWS[view]()
     before = x.clone().numpy()
     with pa.transfers() as account:
@@ -85,7 +85,7 @@ def test_what_requires_gradients_stays(mode, other):
 
 
 def test_gradients_flow_with_nothing_selected_or_torch(other):
-    """And none is recorded by the forward of a triple."""
+    """And ``op_forward`` records no graph."""
     for selected in (None, "torch"):
         x = tensor().requires_grad_()
         pa.attention(x, x, x, backend=selected).square().sum().backward()
@@ -120,7 +120,7 @@ def test_fake_tensors_stay(other):
 
 
 def test_the_meta_device_has_shapes_only(other):
-    """It computes shapes, masks and all, where nothing is selected; it has no values to move."""
+    """It computes shapes, with masks too, if nothing is selected; it has no values to transfer."""
     x = torch.zeros(2, 3, 4, device="meta")
     mask = torch.ones(3, 3, dtype=torch.bool, device="meta")
     with pa.transfers("forbid"):
@@ -148,7 +148,7 @@ def test_sparse_tensors_are_refused(kind, other):
 
 
 def test_bfloat16(other):
-    """It goes over bit by bit, or there is a DTypeError; it is never widened in silence."""
+    """It is converted exactly, or there is a DTypeError; it is never widened silently."""
     x = tensor().to(torch.bfloat16)
     try:
         registry.load(other).dtype("bfloat16")
@@ -163,7 +163,7 @@ def test_bfloat16(other):
 
 
 def test_a_layer_copies_parameters_without_their_graph(other):
-    """load_parameters copies values; with_parameters uses the very tensors, and gradients flow to them."""
+    """load_parameters copies values; with_parameters uses the given tensors, and they get gradients."""
     layer = pa.Projection(4, 2, bias=False, dtype="float64", backend="torch")
     weight = torch.nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
     layer.load_parameters({"weight": weight})

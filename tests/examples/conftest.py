@@ -1,4 +1,4 @@
-"""The program that a test file is about, imported as a module."""
+"""Import of the program that a test file checks."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def example(request: pytest.FixtureRequest) -> ModuleType:
-    """Import the program for which the test file is called: ``test_digits.py`` is about ``digits.py``."""
+    """Import the program that the test file is named after: ``digits.py`` for ``test_digits.py``."""
     name = request.path.stem.removeprefix("test_")
     spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
     assert spec is not None

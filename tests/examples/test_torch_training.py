@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Keep to one: on arrays this small more threads only wait for each other."""
+    """Use one thread: on arrays this small several threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

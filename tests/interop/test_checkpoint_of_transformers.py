@@ -1,4 +1,4 @@
-"""Models in several files: what transformers saves is read, and what is written transformers loads, bit for bit."""
+"""Models in several files: files of transformers are read, and transformers loads ours, bit for bit."""
 
 from pathlib import Path
 from typing import Any

@@ -67,7 +67,7 @@ def test_the_vectors_are_those_of_transformers(backend: str, bert: Any) -> None:
 
 
 def test_the_gradients_are_those_of_torch(bert: Any) -> None:
-    """Of the loss that is fine-tuned; relative to the largest of each parameter's."""
+    """Of the fine-tuning loss; relative to the largest gradient of each parameter."""
     from finetune import SHARPNESS, loss_and_gradients, passages
     from minilm import MiniLM, folder
 

@@ -1,4 +1,4 @@
-"""Hugging Face's models with our attention give what their own eager one gives: logits, gradients, generated text.
+"""Hugging Face's models with our attention agree with eager attention: logits, gradients, generated text.
 
 ``nox -s interop`` runs it: transformers is no part of the environments of the other sessions.
 """
@@ -62,7 +62,7 @@ def _registered() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note each call of our attention, so that a model that goes another way is found."""
+    """Count the calls of our attention, to detect a model that does not use it."""
     noted: list[str] = []
     original = interop.attention_forward
 
@@ -93,7 +93,7 @@ def batch(model: Any) -> tuple[dict[str, Any], Any]:
 
 
 def results(model: Any, implementation: str) -> tuple[Any, dict[str, Any]]:
-    """Return the logits that count and the gradients of all parameters."""
+    """Return the logits at positions that are not padded, and the gradients of all parameters."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     inputs, counts = batch(model)

@@ -34,7 +34,7 @@ B, H, N, D = 2, 4, 5, 8
 
 
 class Call(NamedTuple):
-    """A call of the implementation's attention: whose, the eager function that it replaces, the arguments' source."""
+    """A call of an attention implementation: the class, the eager function that it replaces, the arguments' source."""
 
     module: str
     owner: str
@@ -76,7 +76,7 @@ def arguments_of(node: ast.Call) -> dict[str, str]:
 
 
 def agrees(call: Call, mask: str, is_causal: bool | None) -> bool:
-    """Whether ours agrees with eager where the module says `is_causal`; False where ours raises."""
+    """Whether ours agrees with eager if the module sets `is_causal`; False if ours raises."""
     generator = torch.Generator().manual_seed(0)
     sinks = torch.randn(H, generator=generator) if call.has_sinks else None
     stub = SimpleNamespace(training=False, head_dim=D, num_key_value_groups=2, sinks=sinks)

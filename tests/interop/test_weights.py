@@ -170,7 +170,7 @@ IDS = np.random.default_rng(0).integers(3, 50, (3, 20))
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
-    """Return a model with random weights, those of norms and biases too, its layers of ours, and its kind."""
+    """Return a model with random weights, those of norms and biases too, polyattn's layers for it, and its type."""
     torch = pytest.importorskip("torch", reason=INSTALLS)
     transformers = pytest.importorskip("transformers", reason=INSTALLS)
     kind, name, config, options = MODELS[request.param]
@@ -189,7 +189,7 @@ def state_of(model: Any) -> Arrays:
 
 
 def hidden(layers: Any, ids: Any, **arguments: Any) -> Any:
-    """Compute the hidden states as ``hugging_face_layers`` says that they are made."""
+    """Compute the hidden states as ``hugging_face_layers`` documents."""
     x = layers["words"](ids)
     if "positions" in layers:
         x = x + layers["positions"](np.arange(ids.shape[1]))
@@ -221,7 +221,7 @@ def test_hugging_face(model: Any) -> None:
 
 
 def test_hugging_face_and_back(model: Any) -> None:
-    """A state dict has the same names and bits; and a model that it is loaded into the same output."""
+    """A state dict has the same names and bits, and a model that loads it the same output."""
     import torch
 
     module, layers, kind, name = model

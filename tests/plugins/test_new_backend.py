@@ -135,7 +135,7 @@ def test_arrays_that_another_backend_owns(new):
         (("lib", "--namespace", "a.class"), "got 'a.class'"),
         (("lib", "--namespace", ""), "got ''"),
         (("class",), "--namespace: expected a module like mylib or mylib.numpy, got 'class'"),
-        (("lib", "--output", "."), "--output: . is there already; name another folder"),
+        (("lib", "--output", "."), "--output: . exists already; name another folder"),
     ],
 )
 def test_bad_input_writes_nothing(new, tmp_path, arguments, told):
@@ -152,7 +152,7 @@ def test_nothing_is_overwritten(new, tmp_path):
     (tmp_path / "polyattn-lib" / "mine").write_text("mine")
     code, _, err = new("lib")
     assert code == 2
-    assert "--output: polyattn-lib is there already" in err
+    assert "--output: polyattn-lib exists already" in err
     assert files(tmp_path) == ["polyattn-lib/mine"]
 
 

@@ -1,4 +1,4 @@
-"""CuPy that cannot be used, for the reason given as the argument: it is listed so, and all other backends compute."""
+"""CuPy that cannot be used, for the reason in the argument: it is listed with it, and other backends compute."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""CuPy that cannot be used, for the reason given as the argument: refused wherever it is named, and nothing is left."""
+"""CuPy that cannot be used, for the reason in the argument: an error wherever it is selected, without side effects."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""A plugin "slow" that counts in ``builtins.loads`` how often it is imported, asked for by sixteen threads at once."""
+"""A plugin "slow" that counts its imports in ``builtins.loads``, selected by sixteen threads at once."""
 
 import builtins
 import threading

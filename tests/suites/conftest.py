@@ -1,4 +1,4 @@
-"""How a suite that others wrote for pytest is run: whole, in a process of its own, with none of our settings."""
+"""Running another project's pytest suite: as a whole, in a new process, without our settings."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def run_foreign(tmp_path_factory):
 
 
 def read(report, output):
-    """Read a report in JUnit's form."""
+    """Read a report in JUnit's format."""
     outcomes, calls = {}, defaultdict(Counter)
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = [part.tag for part in case if part.tag in ("failure", "error", "skipped")]

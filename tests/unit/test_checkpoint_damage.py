@@ -1,4 +1,4 @@
-"""Whatever stands in a file, reading it gives what was written or a CheckpointError, runs nothing and asks for no more
+"""Whatever a file contains, reading it gives what was written or a CheckpointError, runs no code and needs no more
 memory than the file is long; and what is a good header is what the safetensors library takes for one."""
 
 import json
@@ -33,7 +33,7 @@ def header_end(data: bytes) -> int:
 
 
 def attempts(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]] | None]:
-    """Read in every way; None stands for a CheckpointError, and no other exception comes out."""
+    """Read in every way; None for a CheckpointError, and no other exception is raised."""
     for mapped in (False, True):
         try:
             yield read_tensors(path, mapped=mapped)
@@ -62,7 +62,7 @@ def test_a_file_with_more_behind_it_is_refused(path: Path) -> None:
 
 
 def test_every_changed_byte_is_noticed(path: Path) -> None:
-    """Read whole, nothing but what was written comes out; the digest's own name is the one thing that may go."""
+    """Reading a whole file gives what was written or an error; only the name of the digest may be changed."""
     data = path.read_bytes()
     spared = range(data.index(b"polyattn.digest"), data.index(b"polyattn.digest") + len("polyattn.digest"))
     for position in range(len(data)):

@@ -1,4 +1,4 @@
-"""A model in several files: read whole, in part and mapped, written so that the last good one stays."""
+"""A model in several files: read as a whole, in part and mapped, and written atomically."""
 
 import errno
 import json
@@ -107,7 +107,7 @@ def test_single_tensors_of_a_file(tmp_path: Path) -> None:
 
 
 def test_mapped_arrays_are_the_file(tmp_path: Path) -> None:
-    """Nothing is copied, nothing can be written, and a file that is replaced stays as it was for who has it mapped."""
+    """Nothing is copied, arrays are read-only, and replacing the file does not change arrays that are mapped."""
     path = tmp_path / "x.safetensors"
     write_tensors(path, {"a": np.zeros(64, dtype=np.uint8), "b": np.arange(5.0)})
     tensors, _ = read_tensors(path, mapped=True)

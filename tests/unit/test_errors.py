@@ -1,4 +1,4 @@
-"""What polyattn raises: the tree, and messages that name the argument, what was expected and what came."""
+"""Exceptions: the class hierarchy, and messages with the argument, what was expected and what was given."""
 
 import copy
 import inspect
@@ -29,7 +29,7 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_tree(name):
-    """Each is a PolyattnError, and the built-in exception that a caller would expect; a process can send it on."""
+    """Each is a PolyattnError and the built-in exception that a caller expects; it can be pickled."""
     kind = getattr(pa, name)
     assert kind.__bases__ == (pa.PolyattnError, BUILT_IN[name])
     assert re.search(rf"── {name} +\({BUILT_IN[name].__name__}\)", errors.__doc__)
@@ -178,7 +178,7 @@ def test_bad_input(fault):
 
 @pytest.mark.parametrize("name", ["backend", "scale", "colour"])
 def test_arguments_that_a_layers_call_does_not_take(name):
-    """Where it computes, and its scale, were settled when it was made."""
+    """The place and the scale are arguments of the constructor."""
     layer = pa.MultiHeadAttention(4, 2, dtype="float64")
     with pytest.raises(TypeError, match=rf"MultiHeadAttention: a call takes no argument '{name}'; it takes mask, bias"):
         layer(np.zeros((3, 4)), **{name: None})

@@ -1,4 +1,4 @@
-"""The table of features: where an answer comes from, and that the kit holds a plugin to what it says."""
+"""The table of features: how a feature is found, and that the kit checks what a plugin declares."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ NUMPY: Any = type(registry.ready("numpy"))
 
 
 class Modest(NUMPY):
-    """It writes in place, and says that it cannot."""
+    """A backend that writes in place but declares that it cannot."""
 
     lacks: ClassVar[Mapping[str, str]] = {"in_place": "it would not dare", "bfloat16": "too short"}
 
@@ -26,7 +26,7 @@ class Modest(NUMPY):
 
 
 class Boastful(NUMPY):
-    """It has hooks that do nothing."""
+    """A backend with hooks that do nothing."""
 
     def jit(self, function: Any) -> Any:
         return function

@@ -27,6 +27,6 @@ def test_modules_are_attributes(name: str):
 
 @pytest.mark.parametrize("name", ["atention", "_nothing", "nothing"])
 def test_unknown_names(name: str):
-    """They raise as those of any module do."""
+    """They raise AttributeError or ImportError, as in any module."""
     with pytest.raises(AttributeError, match=rf"module 'polyattn' has no attribute '{name}'"):
         getattr(pa, name)

@@ -37,7 +37,7 @@ def test_threefry_gives_the_known_answers(rounds: int, counter: str, key: str, e
 
 
 def kept(seed: object, shape: tuple[int, ...] = (2, 3, 4, 6), p: float = 0.5) -> np.ndarray:
-    """Read the keep-mask off attention's output: uniform weights over one-hot values."""
+    """Return the dropout mask from attention's output, with uniform weights and one-hot values."""
     *lead, n_q, n_k = shape
     q, k = np.zeros((*lead, n_q, 1)), np.zeros((*lead, n_k, 1))
     v = np.broadcast_to(np.eye(n_k), (*lead, n_k, n_k))

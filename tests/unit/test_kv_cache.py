@@ -1,4 +1,4 @@
-"""The cache on NumPy: its memory stays where it is, nothing of its size is allocated, and decoding is fast."""
+"""The cache on NumPy: it is written in place, nothing of its size is allocated, and decoding is fast."""
 
 import tracemalloc
 
@@ -18,7 +18,7 @@ def draw(heads, n=1):
 
 @pytest.fixture
 def full():
-    """Return a cache with room for a few positions more."""
+    """Return a cache with a few free positions."""
     cache = pa.KVCache.create(1, KV_HEADS, KEYS + 16, D)
     return cache.append(draw(KV_HEADS, KEYS), draw(KV_HEADS, KEYS))
 
@@ -46,7 +46,7 @@ def test_decoding_never_copies_the_cache(full):
 
 @pytest.mark.parametrize("kind", ["paged", "sliding"])
 def test_the_other_kinds_copy_nothing_either(kind):
-    """A step over 4096 keys, in 64 pages or in a ring that goes round: no copy of the keys, nor of half of them."""
+    """A step over 4096 keys, in 64 pages or in a full ring buffer, allocates less than half of the keys."""
     if kind == "paged":
         cache = pa.PagedKVCache.create(1, KV_HEADS, KEYS // 64 + 1, 64, D)
     else:
@@ -70,7 +70,7 @@ def test_the_other_kinds_copy_nothing_either(kind):
 
 @pytest.mark.parametrize("bias", [pa.alibi_bias(HEADS), pa.relative_position_bias(draw(8).reshape(8, -1)[:, :HEADS])])
 def test_pages_know_how_far_their_keys_are(bias):
-    """A bias with structure: each page's share of it is the whole's."""
+    """A structured bias: each page has its part of the whole bias."""
     q, k, v = draw(HEADS, 3), draw(KV_HEADS, 21), draw(KV_HEADS, 21)
     cache = pa.PagedKVCache.create(1, KV_HEADS, 6, 4, D).append(k, v)
     np.testing.assert_allclose(cache.attention(q, bias=bias), pa.attention(q, k, v, causal=True, bias=bias), atol=1e-6)
@@ -86,7 +86,7 @@ def test_a_sliding_cache_stays_as_large_as_it_is():
 
 
 def test_many_sequences_share_a_pool():
-    """Random appends and rewinds against a plain list of positions for each entry; no page is ever lost or doubled."""
+    """Random appends and rewinds, compared with a list of positions for each entry; no page is lost or used twice."""
     rng, texts = np.random.default_rng(8), [[] for _ in range(3)]
     cache = pa.PagedKVCache.create(3, 1, 12, 4, 1, dtype="float64")
     for step in range(200):
@@ -117,7 +117,7 @@ def test_many_sequences_share_a_pool():
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_a_ring_holds_what_its_queries_may_see(chunk):
-    """Random appends and rewinds: whenever attention answers, it answers as over the whole text."""
+    """Random appends and rewinds: if attention does not raise, it equals attention over the whole sequence."""
     rng, window, first = np.random.default_rng(9), 5, 2
     cache = pa.SlidingKVCache.create(2, 1, window, 1, sink_tokens=first, chunk=chunk, dtype="float64")
     texts, answers = [[], []], 0

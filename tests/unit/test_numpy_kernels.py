@@ -1,4 +1,4 @@
-"""NumPy's own kernels, whichever backend the suite runs on: right in tiles, in threads and at the edges."""
+"""NumPy's kernels, for every backend of the suite: in tiles, in threads and at the edges of tiles."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_dropout_keeps_the_same_weights_as_the_generic_kernel(seed: Any, heads: 
 @pytest.mark.parametrize("size", [60.0, 88.0, 1e4])
 @pytest.mark.parametrize("outlier", [False, True])
 def test_scores_of_any_size(size: float, causal: bool, outlier: bool) -> None:
-    """No shortcut is taken that exp cannot carry: scores of both signs, and one key far beyond the others."""
+    """No result overflows in exp: scores of both signs, and one key much larger than the others."""
     q, k, v, dout = normal((2, 300, 16), (2, 600, 16), (2, 600, 8), (2, 300, 8))
     k *= np.float32(size) / np.float32(np.abs(q @ k.swapaxes(1, 2)).max())
     if outlier:
@@ -127,7 +127,7 @@ def test_values_of_any_size(size: float) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 5, 7), (1, 1, 1, 7), (1, 1, 1, 1)])
 def test_a_bias_for_all_entries_with_their_axes(shape: tuple[int, ...], tiny: None) -> None:
-    """The batch is among the heads then; the gradient has the bias's own axes."""
+    """The batch is then merged with the heads; the gradient has the axes of the bias."""
     q, k, v, dout, bias = normal((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4), (2, 3, 5, 4), shape, dtype="float64")
     _, cache = pa.attention_forward(q, k, v, bias=bias, kernel="blocked")
     gradient, slope = pa.attention_backward(dout, cache).bias, ref.attention_gradients(dout, q, k, v, bias=bias).bias
@@ -161,7 +161,7 @@ def test_rows_whose_scores_are_all_minus_infinity_are_not_empty_rows(kernel: str
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (40, 40)}], ids=str)
 def test_bitwise_repeatable(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever thread takes which task, and however the caller's arrays lie."""
+    """Results do not depend on the assignment of tasks to threads, nor on the layout of the arrays."""
     monkeypatch.setattr(_blocked, "WORTHWHILE", 0)
     monkeypatch.setattr(_blocked, "thread_count", lambda: 3)
     q, k, v, dout = normal(*[(1, 3, 600, 16)] * 4)

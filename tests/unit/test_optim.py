@@ -1,4 +1,4 @@
-"""Optimisers, schedules and clipping, on NumPy and on the standard's referee."""
+"""Optimisers, schedules and clipping, on NumPy and array-api-strict."""
 
 import importlib
 import math
@@ -110,7 +110,7 @@ def test_adamw_follows_the_formula_over_many_steps():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("eps_root", [0.0, 1e-6])
 def test_a_state_of_squares_goes_on_bit_for_bit(dtype, eps_root):
-    """Ordinary gradients have the arithmetic that they always had, and their state is m and v."""
+    """Ordinary gradients give the same bits as before, and the state is m and v."""
     b1, b2, lr, decay, eps = 0.9, 0.999, 0.02, 0.1, 1e-8
     adamw, rng = AdamW(lr, eps=eps, eps_root=eps_root, weight_decay=decay), np.random.default_rng(0)
     theta, m, v = (x.astype(dtype) for x in (rng.normal(size=64), rng.normal(size=64) / 9, rng.random(64) / 9))

@@ -1,4 +1,4 @@
-"""What the optimisers, schedules and clipping refuse, and with which words."""
+"""Bad input of the optimisers, schedules and clipping, and the messages."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Pictures: what they show is what attention does, and they say what is wrong with their arguments."""
+"""Plots: they show attention's masks, tiles and weights, and raise clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What polyattn exports: ``__all__`` is true, and no module hides behind the name of a function."""
+"""The exports of polyattn: ``__all__`` is correct, and no function has the name of a module."""
 
 import importlib
 import pkgutil
@@ -27,7 +27,7 @@ def test_all_is_true(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["polyattn", "polyattn.functional", "polyattn.layers", "polyattn.optim"])
 def test_nothing_public_is_left_out(name: str) -> None:
-    """A name without an underscore is exported, is a module of the package, or comes from elsewhere by mistake."""
+    """A name without an underscore must be exported or be a module of the package."""
     module = importlib.import_module(name)
     visible = {entry for entry in vars(module) if not entry.startswith("_")}
     assert visible - set(module.__all__) - set(submodules(module)) - {"annotations"} == set()

@@ -1,4 +1,4 @@
-"""The README keeps its word: its Python runs as printed, its commands are CI's, its files and backends exist."""
+"""The README is correct: its Python runs as printed, its commands are CI's, its files and backends exist."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Who owns an array: NumPy's kinds, libraries without a plugin, and objects that only pretend to be arrays."""
+"""The owner of an array: NumPy's types, libraries without a plugin, and objects that are not valid arrays."""
 
 import types
 from importlib import metadata
@@ -85,7 +85,7 @@ def test_a_read_only_memmap(tmp_path):
 
 @pytest.mark.parametrize("kind", ["masked", "matrix"])
 def test_arrays_whose_arithmetic_means_something_else(kind):
-    """A masked array's mask would be lost in a conversion, and a matrix multiplies where an array scales."""
+    """A conversion would lose the mask of a masked array, and ``*`` of matrices is a matrix product."""
     x = np.ma.masked_array(X[0], X[0] > 0) if kind == "masked" else X[0].view(np.matrix)
     layer = pa.Projection(3, 3, dtype="float64")
     for attempt in (
@@ -123,7 +123,7 @@ def test_what_is_no_array(x):
 
 
 class Array:
-    """The array of a library of its own: a NumPy array within, and of its operators those of the standard."""
+    """An array of another library: it wraps a NumPy array, and has the operators of the standard."""
 
     def __init__(self, inner, device="cpu"):
         self._inner, self.device = np.asarray(inner), device
@@ -175,7 +175,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "neg", "radd", "rsub", "rmu
 
 
 class Library(types.ModuleType):
-    """Its namespace: NumPy's functions on the arrays within; those that return no array as they are."""
+    """Its namespace: NumPy's functions on the wrapped arrays; results that are not arrays are unchanged."""
 
     def __getattr__(self, name):
         import array_api_compat.numpy as xp
@@ -200,7 +200,7 @@ library = Library("nowhere_to_be_found")
 
 
 def test_a_library_without_a_plugin_computes_its_own():
-    """Forward and backward by the standard alone: results are its arrays on their device, and nothing moves."""
+    """Forward and backward by the standard alone: results are its arrays on their device, without transfers."""
     assert registry.owner(Array(X)).name == "nowhere_to_be_found"
     assert registry.owner(Array(X)) is registry.owner(Array(X))
     x = Array(X, "far")
@@ -239,7 +239,7 @@ def test_mixed_devices_without_a_plugin():
 
 
 def test_caches_outlive_a_refresh():
-    """A backend that was made for a library without a plugin is the same after discovery is done again."""
+    """The backend for a library without a plugin is the same after discovery is repeated."""
     y, cache = pa.functional.softmax_forward(Array(X))
     registry.refresh()
     assert type(pa.functional.softmax_backward(y, cache).x) is Array
@@ -270,7 +270,7 @@ def _raise(self):
     ids=["numpys", "none", "another-module", "a-number", "raises", "not-callable"],
 )
 def test_a_namespace_that_is_none(namespace):
-    """It says that NumPy's functions are its own, which make something else of it; or gives no namespace at all."""
+    """The object returns NumPy as its namespace, whose functions convert it; or it returns no namespace."""
     x = pretender(namespace)()
     for attempt in (
         lambda: pa.functional.softmax(x),

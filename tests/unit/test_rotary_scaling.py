@@ -1,4 +1,4 @@
-"""The scalings of rotary embedding against known answers, and what they refuse.
+"""The scalings of rotary embedding against known values, and their errors.
 
 The answers are those of transformers 5.24.0, ``ROPE_INIT_FUNCTIONS``, which computes them in float32.
 """

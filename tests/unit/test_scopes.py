@@ -1,4 +1,4 @@
-"""How far a selection reaches: exceptions, generators, tasks, threads and notebook cells leak none and lose none."""
+"""The extent of a selection with exceptions, generators, tasks, threads and notebook cells: none leaks or is lost."""
 
 import asyncio
 import contextvars
@@ -15,7 +15,7 @@ X = np.arange(6.0).reshape(2, 3)
 
 
 def now():
-    """Return what is selected here, as (backend, source)."""
+    """Return the current selection, as (backend, source)."""
     selection = pa.get_backend()
     return selection and (selection.backend, selection.source)
 
@@ -59,7 +59,7 @@ def test_a_generator_that_is_closed_early():
 
 
 def test_generators_that_end_out_of_turn():
-    """The first to enter is the first to leave: neither takes back the other's selection, and none stays."""
+    """The first scope to begin is the first to end: neither restores the other's selection, and none remains."""
 
     def selecting(name):
         with pa.use_backend(name):
@@ -75,7 +75,7 @@ def test_generators_that_end_out_of_turn():
 
 
 def test_a_generator_closed_in_another_context():
-    """As an event loop closes an asynchronous generator, or a collector any generator."""
+    """As when an event loop closes an asynchronous generator, or garbage collection any generator."""
 
     def selecting():
         with pa.use_backend("other-one"), pa.transfers():
@@ -152,7 +152,7 @@ def test_a_default_that_cannot_be_changes_nothing():
 
 
 def test_threads_select_for_themselves():
-    """Ten at once, each with a selection of its own, while the default changes under them."""
+    """Ten threads, each with its own selection, while the default changes."""
     gate, faults = threading.Barrier(10), []
 
     def work(i):
@@ -174,7 +174,7 @@ def test_threads_select_for_themselves():
 
 
 def test_notebook_cells():
-    """Each cell in a context of its own, as kernels run them: set_backend lasts, a scope ends with its cell."""
+    """Each cell runs in its own context, as in a notebook: set_backend persists, a scope ends with its cell."""
     names = {"pa": pa, "X": X}
 
     def cell(source):

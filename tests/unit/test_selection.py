@@ -1,4 +1,4 @@
-"""Which backend computes: five levels, each of its own reach, by name and device."""
+"""The backend that computes: five levels of selection, by name and device."""
 
 from contextlib import ExitStack
 
@@ -14,7 +14,7 @@ X = np.arange(6.0).reshape(2, 3)
 
 
 def now():
-    """Return what is selected here, as (backend, source)."""
+    """Return the current selection, as (backend, source)."""
     selection = pa.get_backend()
     return selection and (selection.backend, selection.source)
 
@@ -61,7 +61,7 @@ def test_nothing_selected_nothing_moves():
 
 @pytest.mark.parametrize("stronger", ["scope", "default", "argument"])
 def test_backend_and_device_come_from_one_level(monkeypatch, stronger):
-    """A stronger level that names no device has none: a weaker one's device belongs to another backend."""
+    """If the strongest level names no device, there is none: the device of another level belongs to its backend."""
     monkeypatch.setenv(BACKEND_VARIABLE, "other-one")
     monkeypatch.setenv(DEVICE_VARIABLE, "north:1")
     assert pa.get_backend() == ("other-one", "north:1", BACKEND_VARIABLE)
@@ -142,7 +142,7 @@ def attempts(name):
 
 @pytest.mark.parametrize("way", attempts(""))
 def test_a_misspelt_name(way):
-    """The message lists the names there are, and the closest; nothing is selected by it."""
+    """The message lists all names and the closest one; nothing is selected."""
     with pytest.raises(pa.UnknownBackendError, match=r"'nunpy'.* numpy.*Did you mean 'numpy'\?") as caught:
         attempts("nunpy")[way]()
     assert all(name in str(caught.value) for name in registry.names())
@@ -180,5 +180,5 @@ def test_empty_variables_are_unset_ones(monkeypatch, device):
 
 
 def test_variables_are_read_at_use(program):
-    """Neither at import, where a wrong one would stop programs that do not need it, nor once and for all."""
+    """Not at import, where a wrong value would stop programs that do not use it, and not only once."""
     assert program("variables_at_use", POLYATTN_BACKEND="nunpy").split() == ["refused", BACKEND_VARIABLE, "None"]

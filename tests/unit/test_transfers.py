@@ -1,4 +1,4 @@
-"""What moves when: caches and layers keep their place, and every crossing is counted, logged or forbidden."""
+"""Transfers: caches and layers keep their place, and every transfer is counted, logged or forbidden."""
 
 import logging
 

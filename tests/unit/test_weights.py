@@ -1,4 +1,4 @@
-"""polyattn.interop.weights: names and shapes of torch, Keras and Flax, exact both ways, and what is told otherwise.
+"""polyattn.interop.weights: names and shapes of torch, Keras and Flax, exact in both directions, and the errors.
 
 The libraries themselves are compared with in tests/xp (torch) and in ``nox -s interop``; here their names and shapes
 are written down, and what they compute is a formula on arrays of those shapes.
@@ -85,7 +85,7 @@ def test_there_and_back_no_bit_changes(way: str) -> None:
 
 
 def test_a_strange_order_of_memory_changes_nothing(tmp_path: Any) -> None:
-    """A writer of another library stores what lies in memory, whatever its strides."""
+    """A writer of another library stores an array's memory, whatever its strides are."""
     block = LAYERS["encoder.layers.0"]
     ours = drawn_for(block)
     strange = {name: np.asfortranarray(x) if x.ndim > 1 else np.repeat(x, 2)[::2] for name, x in ours.items()}
@@ -160,7 +160,7 @@ def test_their_names_and_shapes() -> None:
 
 
 def weighed(q: Any, k: Any, v: Any) -> Any:
-    """Return softmax(q kᵀ / √d) v for (…, n, heads, d); a head of keys serves several of queries."""
+    """Return softmax(q kᵀ / √d) v for (…, n, heads, d), with grouped heads."""
     k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
     return np.einsum("bhqk,bkhd->bqhd", ref.softmax(scores), v)

@@ -1,4 +1,4 @@
-"""polyattn.interop.weights.hugging_face_layers: what a configuration decides, and what it asks in vain."""
+"""polyattn.interop.weights.hugging_face_layers: the settings of a configuration, and those that are not supported."""
 
 from __future__ import annotations
 

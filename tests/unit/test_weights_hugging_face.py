@@ -188,7 +188,7 @@ FORMULAS: dict[str, Any] = {"bert": bert, "gpt2": gpt2, "llama": llama}
 
 
 def run(layers: Any) -> Any:
-    """Compute the hidden states as ``hugging_face_layers`` says that they are made."""
+    """Compute the hidden states as ``hugging_face_layers`` documents."""
     causal = {} if "types" in layers else {"causal": True}
     x = layers["words"](IDS)
     if "positions" in layers:

@@ -1,4 +1,4 @@
-"""Any composition of attention's arguments, on any kernel: output, log-sum-exp and every gradient."""
+"""Any combination of attention's arguments, on any kernel: output, log-sum-exp and every gradient."""
 
 import importlib
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from polyattn.testing.features import lacking
 
 
 class Sizes(NamedTuple):
-    """The axes of a problem; ``q``, ``k`` and ``v`` are those before the heads, which broadcast."""
+    """The axes of a problem; ``q``, ``k`` and ``v`` are the axes before the heads, which broadcast."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -49,7 +49,7 @@ FEW = [
 
 @st.composite
 def any_sizes(draw):
-    """Draw lengths up to 40, grouped heads, and leading axes of which some broadcast or are left out."""
+    """Draw lengths up to 40, grouped heads, and leading axes of which some broadcast or are missing."""
     lead = draw(st.lists(st.integers(1, 2), max_size=2).map(tuple))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     length = st.integers(0, 5) | st.integers(1, 40)
@@ -71,7 +71,7 @@ def per_item(draw, rng, lead, low, high):
 
 
 def draw_arguments(draw, rng, sizes):
-    """Return any composition of the arguments."""
+    """Draw any combination of the arguments."""
     scores, lead = sizes.scores, sizes.lead
 
     def bias():
@@ -108,7 +108,7 @@ def native(x, make, dtype):
 
 
 def host(x, to_np):
-    """Return what an array holds, so that the reference starts from the same numbers."""
+    """Return the values of an array, so that the reference has the same inputs."""
     return to_np(x).astype(np.float64)
 
 
@@ -131,7 +131,7 @@ TILES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles(backend):
-    """Make every kernel's tiles so small that most problems cross their edges."""
+    """Make the tiles of every kernel so small that most problems need several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 5), min(sizes.n_k, 8)))
         for module, constants in TILES.get(backend, {}).items():
@@ -142,7 +142,7 @@ def small_tiles(backend):
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_any_arguments(data, seed, all_sizes, contract, make, to_np, dtypes):
-    """Each kernel that claims a problem gives what the reference gives; for one that declines another runs."""
+    """Each kernel that supports a problem agrees with the reference; if one declines, another runs."""
     rng, sizes = np.random.default_rng(seed), data.draw(all_sizes)
     dtype, other = (data.draw(st.sampled_from(dtypes)) for _ in range(2))  # other: of bias and sinks
     lse_dtype = "float64" if dtype == "float64" else "float32"
@@ -168,7 +168,7 @@ def test_any_arguments(data, seed, all_sizes, contract, make, to_np, dtypes):
     slopes = ref.attention_gradients(host(dout, to_np), *held, dlse=upstream, **arguments)
 
     def check(kernel):
-        """Compare everything that a kernel gives, and return which one ran."""
+        """Compare all results of a kernel, and return the name of the one that ran."""
         out, cache = pa.attention_forward(*inputs, **given_, kernel=kernel)
         assert_close(to_np(out), answer.out, dtype, what=f"out of {cache.kernel}", scale=size_of(answer.out))
         assert_close(to_np(cache.lse), answer.lse, lse_dtype, what=f"lse of {cache.kernel}", scale=size_of(answer.lse))
@@ -199,7 +199,7 @@ def test_any_arguments(data, seed, all_sizes, contract, make, to_np, dtypes):
 
 @pytest.mark.parametrize("lead", [(2,), (1, 1)], ids=str)
 def test_values_with_axes_of_their_own(lead, contract, make, to_np):
-    """Leading axes that only the values have: one set of weights for several."""
+    """Leading axes of the values alone: the weights are the same for all."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (
         rng.standard_normal((*axes, 2, n, 3)) for axes, n in (((1,), 20), ((1,), 24), (lead, 24), (lead, 20))

@@ -1,4 +1,4 @@
-"""The libraries that differentiate go through the operations, and get the hand-written gradients."""
+"""Differentiation by the libraries calls the hand-written backward passes."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_operation(differentiate, name):
 
 
 def test_embedding(differentiate, make):
-    """The table has a gradient, and the integers need none."""
+    """The table has a gradient, and the indices have none."""
     indices = RNG.integers(0, 6, (2, 4))
     y, (dweight,) = differentiate(lambda weight: F.embedding(make(indices, "int32"), weight), (SQUARE,), DY)
     assert_close(y, SQUARE[indices])
@@ -80,7 +80,7 @@ def test_embedding(differentiate, make):
 
 @pytest.mark.needs("jit")
 def test_traced_indices():
-    """They need no gradient either; what is out of range gives zeros and moves no row."""
+    """Traced indices need no gradient; an index out of range gives zeros, and no row has a gradient from it."""
     import jax
 
     def loss(weight, indices):
@@ -133,7 +133,7 @@ def test_layer(differentiate, backend, make, to_np):
 
 
 def test_block(differentiate, backend, to_np):
-    """The library's own differentiation goes through the hand-written backward, positions and sinks included."""
+    """The library's differentiation calls the hand-written backward, with positions and sinks."""
     layer = pa.TransformerBlock(
         6, 3, rotary=True, qk_norm="rms", sinks=True, activation="swiglu", dtype="float64", backend=backend
     )

@@ -1,4 +1,4 @@
-"""What the plugins say of their library's own transformations is so: these go through attention, those do not."""
+"""The features that plugins declare for their library's transformations, checked with attention."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ WANTED = {
 
 @pytest.mark.parametrize("name", WANTED)
 def test_what_is_said_is_so(name, target):
-    """A transformation that is declared lacking and gives the right answer fails, as an expected failure does."""
+    """A transformation that is declared lacking but works fails the test, as an expected failure that passes does."""
     if not lacking(target, name):
         assert_close(np.asarray(WAYS[target.name](name)), WANTED[name]())
         return

@@ -1,4 +1,4 @@
-"""Faults met in the field, by number: where the right value of each is kept, and what the rest of its kind gives."""
+"""Known faults of other implementations, by number: the test of each, and more cases of the same kind."""
 
 import itertools
 import re
@@ -86,7 +86,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_case_2_combined_masks(names, dtype, make, to_np):
-    """Any two arguments that exclude, and all of them: the intersection, zeros where it is empty, no NaN on the way."""
+    """Any two arguments that exclude, and all of them: their intersection, zeros where it is empty, no NaN."""
     x = make(np.random.default_rng(2).standard_normal((1, 2, 4, 8)), dtype)
     arguments = {name: EXCLUDING[name] for name in names}
     held = to_np(x).astype(np.float64)
@@ -114,7 +114,7 @@ def test_case_2_combined_masks(names, dtype, make, to_np):
 
 @pytest.mark.parametrize("kind", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32"])
 def test_case_3_masks_of_numbers(kind, make):
-    """Neither zeros and ones of any kind are a mask, nor is a boolean a bias."""
+    """A mask must be boolean, not zeros and ones of another dtype, and a bias must not be boolean."""
     q, k = make(np.zeros((1, 4))), make(np.zeros((3, 4)))
     with pytest.raises(pa.DTypeError, match="bias="):
         pa.attention(q, k, k, mask=make([1, 1, 0], kind))
@@ -128,7 +128,7 @@ def test_case_3_masks_of_numbers(kind, make):
 @pytest.mark.parametrize("extra", [-1, 1])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_case_9_lengths_that_differ(extra, compiled, contract, make):
-    """Told at the call, while a compiler traces too: values, and the columns of mask, bias and segment ids."""
+    """A v, mask, bias or segment_ids of another length than k raises at the call, also while a compiler traces."""
     q, k, v = (make(np.zeros((1, 1, n, 8))) for n in (3, 5, 5))
     wrong = 5 + extra
     faults = {
@@ -167,7 +167,7 @@ def test_case_12_scores_beyond_the_dtype(dtype, make, to_np):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_case_14_rotary_angles(interleaved, dtype, make, to_np):
-    """Angles in float32 at least, whatever the dtype of what is turned, cast last."""
+    """Angles are in float32 at least, whatever the dtype of x; the result is cast last."""
     known = {(1857, 1): (0.3066928, 0.9518086), (4096, 0): (0.8039906, None), (4097, 0): (0.9347720, None)}
     for (position, pair), (cos, sin) in known.items():
         first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, 16 + pair)
@@ -203,7 +203,7 @@ SHAPED = {
 
 @pytest.mark.parametrize("name", SHAPED)
 def test_case_24_declared_shapes(name, contract, make, to_np):
-    """The shape and dtype that a result has while a compiler traces are those of the values that come out."""
+    """The shape and dtype of a traced result equal those of the computed result."""
     declared = []
 
     def function(x):

@@ -1,4 +1,4 @@
-"""Properties over shapes, dtypes and masks that nobody picked."""
+"""Properties over random shapes, dtypes and masks."""
 
 import math
 
@@ -44,7 +44,7 @@ def narrowed(draw, shape):
 
 
 def draw_masks(draw, rng, scores):
-    """Return any of the arguments that exclude, and those that shape the scores."""
+    """Draw arguments that exclude keys, and those that change the scores."""
     lead, (heads, n_q, n_k) = scores[:-3], scores[-3:]
     arguments = {}
     if draw(st.booleans()):
@@ -83,7 +83,7 @@ def native(x, make, dtype):
 
 
 def host(x, to_np):
-    """Return what the array on the backend holds, so that the reference starts from the same numbers."""
+    """Return the values of the backend's array, so that the reference has the same inputs."""
     return to_np(x).astype(np.float64)
 
 
@@ -119,7 +119,7 @@ def test_attention(data, seed, sizes, make, to_np, dtypes):
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_attention_of_parts(data, seed, sizes, make, to_np):
-    """Cut the keys anywhere: the merge of the parts is the whole."""
+    """Divide the keys anywhere: the merge of the parts equals attention over all keys."""
     rng, (lead, heads, _, n_q, n_k, d_k, d_v) = np.random.default_rng(seed), data.draw(sizes)
     q, k, v = (rng.standard_normal((*lead, heads, *end)) for end in ((n_q, d_k), (n_k, d_k), (n_k, d_v)))
     mask = rng.random((n_q, n_k)) < 0.6

@@ -1,4 +1,4 @@
-"""The referee is refereed: every reference gradient against central differences of the reference value."""
+"""The references themselves: every reference gradient against central differences of the reference value."""
 
 import numpy as np
 import pytest

@@ -16,7 +16,7 @@ from polyattn_numpy import _layout
 
 
 def pytest_generate_tests(metafunc):
-    """Leave small tiles to the kit where each loop over them is compiled: there it is one case."""
+    """Skip small tiles if the library compiles each loop over them: the kit has one such case."""
     cases = {"name": [*CASES], "kind": ["alibi", "relative", "blocks", "prefix"]}
     for argument in {*cases} & {*metafunc.fixturenames}:
         none = [pytest.param(None, marks=pytest.mark.needs("any_shape"))]
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Make tiles that end within blocks, prefix and problem."""
+    """Make tiles whose ends do not coincide with those of blocks, prefix and problem."""
     monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 4), min(sizes.n_k, 8)))
     for constant, value in (("ROWS", 5), ("COLUMNS", 8), ("SCORES", 40)):
         monkeypatch.setattr(_layout, constant, value)
@@ -86,7 +86,7 @@ def test_a_tile_is_no_larger_than_a_few_blocks():
 
 
 class Seen:
-    """What was computed of a structure: the largest tile."""
+    """A record of the tiles that were computed, and the size of the largest."""
 
     def __init__(self, monkeypatch):
         self.largest = 0
@@ -117,7 +117,7 @@ def test_no_more_than_a_tile_is_ever_computed(kind, monkeypatch, make):
 
 
 def test_memory_is_linear():
-    """Of 4096 × 4096 pairs a byte each would be 16 MiB, and a float 64; forward and backward need neither."""
+    """4096 × 4096 booleans are 16 MiB, floats 64 MiB; forward and backward need less than either."""
     n = 4096
     x = np.random.default_rng(0).standard_normal((1, n, 4)).astype(np.float32)
     table = np.random.default_rng(1).standard_normal((8, 1)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The tiled kernel with tiles so small that every problem has many: it gives what the reference gives."""
+"""The tiled kernel with tiles so small that every problem has many, against the reference."""
 
 import numpy as np
 import pytest
@@ -93,7 +93,7 @@ def test_the_gradient_of_a_low_precision_bias_is_rounded_once(tiny, target, make
 
 @pytest.mark.parametrize("score", [1e5, -2e9, 1e30, np.finfo(np.float32).min])
 def test_large_scores_share_as_small_ones_do(tiny, make, to_np, score):
-    """Five equal keys in tiles of four and one: a log-sum-exp of such scores has no digits left to say so."""
+    """Five equal keys in tiles of four and one: the log-sum-exp of large scores has no digits left for log 5."""
     q, k, v = np.zeros((1, 3, 2)), np.zeros((1, 5, 2)), np.arange(5.0).reshape(1, 5, 1)
     bias = make(np.full((3, 5), score), "float32")
     out = pa.attention(*(make(x, "float32") for x in (q, k, v)), bias=bias, kernel="tiled")

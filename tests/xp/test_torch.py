@@ -139,7 +139,7 @@ def test_scaled_dot_product_attention(make, to_np, case):
 
 
 def test_log_sum_exp_and_softcap_and_sinks(make, to_np):
-    """What torch has no call for, in its elementary operations, with the gradient of lse too."""
+    """Arguments that torch's attention lacks, written in elementary operations of torch, with the gradient of lse."""
     q, k, v, bias = (RNG.standard_normal(s) for s in ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 6), (4, 1, 7)))
     sinks, dout, dlse = RNG.standard_normal(4), RNG.standard_normal((2, 4, 5, 6)), RNG.standard_normal((2, 4, 5))
     leaves = [leaf(x) for x in (q, k, v, bias, sinks)]

@@ -1,4 +1,4 @@
-"""Weights as arrays of the library under test: they stay its own, bit for bit; and the activation of GPT-2."""
+"""Weights as arrays of the library under test: converted exactly, without leaving it; and GPT-2's activation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance kit on mlx, and its front door."""
+"""Selection of the backend mlx, and the conformance kit on it."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""One problem to be timed, and its inputs."""
+"""One problem to time, and its inputs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..kernels import FLOAT_DTYPES
 __all__ = ["TASKS", "Case", "Inputs", "Shape", "parse_shape"]
 
 TASKS = {"attention": ("forward", "both"), "layer": ("forward", "both"), "train": ("step",)}
-"""What is timed of each task; ``both`` is the forward and the backward together."""
+"""The parts of each task that can be timed; ``both`` is the forward and the backward together."""
 
 Inputs = dict[str, NDArray[Any]]
 
 
 class Shape(NamedTuple):
-    """The axis lengths of a problem. Written ``batch,heads,n,d``, or ``batch,heads,n_q:n_k,d`` where they differ."""
+    """The axis lengths of a problem. Written ``batch,heads,n,d``, or ``batch,heads,n_q:n_k,d`` if these differ."""
 
     batch: int
     heads: int
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 def parse_shape(text: str) -> Shape:
-    """Return the shape that is written like ``1,8,2048,64`` or ``1,8,1:4096,64``; else raise ArgumentError."""
+    """Parse a shape like ``1,8,2048,64`` or ``1,8,1:4096,64``; raise ArgumentError if it is not valid."""
     found = re.fullmatch(r"(\d+),(\d+),(\d+)(?::(\d+))?,(\d+)", text.strip())
     if found is None or 0 in (numbers := [int(x) for x in found.groups(default=found[3])]):
         raise ArgumentError(
@@ -56,7 +56,7 @@ def parse_shape(text: str) -> Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: which task, how much of it, on which shape. ``causal`` needs n_q = n_k, where all agree on it."""
+    """A problem: the task, the part of it, and the shape. ``causal`` needs n_q = n_k, where all libraries agree."""
 
     task: str
     what: str
@@ -72,7 +72,7 @@ class Case:
         if self.dtype not in FLOAT_DTYPES:
             raise ArgumentError(f"dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {self.dtype!r}")
         if self.shape.n_q != self.shape.n_k and (self.causal or self.task != "attention"):
-            what = "with causal, whose meaning libraries do not share there" if self.causal else f"in {self.task}"
+            what = "with causal, because libraries differ in its alignment" if self.causal else f"in {self.task}"
             raise ArgumentError(f"shape: expected n_q = n_k {what}, got {self.shape}")
 
     @property
@@ -82,11 +82,11 @@ class Case:
 
     @property
     def host_dtype(self) -> str:
-        """The dtype in which inputs are drawn and results are compared: float32, or float64."""
+        """The dtype in which inputs are generated and results are compared: float32, or float64."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def inputs(self) -> Inputs:
-        """Return the arrays that every contestant is given, the same each time.
+        """Return the inputs of every contestant, the same at each call.
 
         Attention has ``q``, ``k``, ``v`` and ``dout``; a layer ``x`` and ``dy``, a training step ``x`` and ``target``,
         all (batch, n, d_model).

@@ -1,4 +1,4 @@
-"""The comparison: prepare, check that results agree, time in turns, and measure memory."""
+"""The comparison: check that results agree, time in interleaved rounds, and measure memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ._threads import announced, cores, limited
 __all__ = ["Report", "Row", "compare"]
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}
-"""How far a result may be from the reference, in units of its largest element of the same array."""
+"""The largest difference from the reference, relative to the largest element of the same array."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Row:
     """One contestant on one case.
 
     ``milliseconds`` is the median of the rounds, ``ratio`` the peer's median divided by polyattn's (above 1 polyattn
-    is faster), ``error`` the largest difference from the reference in units of its largest element, and
-    ``memory_mib`` the peak memory of the call. None is what was not measured; ``note`` says why not.
+    is faster), ``error`` the largest difference from the reference relative to its largest element, and
+    ``memory_mib`` the peak memory of the call. A value that was not measured is None; ``note`` has the reason.
     """
 
     peer: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A comparison: where and how it was made, and a row for each contestant on each case."""
+    """The result of a comparison: its settings, the machine, and a row for each contestant on each case."""
 
     task: str
     backend: str
@@ -74,7 +74,7 @@ class Report:
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data, ready for JSON."""
+        """Return the report as dicts and lists, for JSON."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
 
 
@@ -93,42 +93,42 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     rest: Callable[[], None] = quiet,
 ) -> Report:
-    """Time polyattn on a backend against its peers, all in this process, in turns.
+    """Time polyattn on a backend and its peers, all in this process, in interleaved rounds.
 
     Parameters
     ----------
     cases : sequence of Case
-        Of one task.
+        All of one task.
     backend, device : str, optional
-        Where polyattn computes: by default the selection in force, else NumPy, on its first device.
+        Where polyattn computes: by default the selected place, else NumPy, on its first device.
     peers : sequence of str, optional
-        Whom to compare with; by default all that are installed.
+        The peers to compare with; by default all that are installed.
     rounds : int
-        Each median is over so many turns.
+        The number of rounds, whose median is reported.
     threads : int, optional
-        Of every library; by default as many as this process has cores.
+        The number of threads of each library; by default that of the cores of this process.
     memory : bool
-        Whether to measure memory as well, on the host each contestant on each case in a process of its own.
+        Whether to measure memory too; on the host, in a new process for each contestant and case.
     arrays : str, optional
-        The library whose arrays polyattn is given; by default the backend's own.
+        The library of polyattn's input arrays; by default the backend's own.
     reference : callable, optional
-        Returns the right results of a case, for polyattn too; by default polyattn's are the reference.
+        Returns the expected results of a case; by default polyattn's results are the reference.
     progress : callable
-        Is called with what is being done, and how much of all is done, from 0 to 1.
+        Called with a description of the current work, and the finished fraction, from 0 to 1.
     clock, rest : callable
-        What returns the seconds, and what is called before each turn.
+        Functions that return the time in seconds, and that are called before each measurement.
 
     Returns
     -------
     Report
-        A contestant whose results differ from the reference is not timed: its row says so.
+        A contestant whose results differ from the reference is not timed; its row has a note.
 
     Raises
     ------
     ArgumentError
-        If an argument is outside of what it may be.
+        If an argument is not valid.
     UnknownBackendError, BackendUnavailableError
-        If the backend, or a peer that was asked for, cannot be used.
+        If the backend, or one of ``peers``, cannot be used.
     """
     if not cases or len({case.task for case in cases}) > 1:
         raise ArgumentError(f"cases: expected some of one task, got {[case.task for case in cases]}")
@@ -160,7 +160,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Comparison:
-    """polyattn, its peers, and how they are compared."""
+    """polyattn, its peers, and the settings of the comparison."""
 
     ours: Peer
     peers: Sequence[Peer]
@@ -173,7 +173,7 @@ class _Comparison:
     rounds: int
 
     def rows(self, case: Case, span: tuple[float, float]) -> list[Row]:
-        """Return a row for polyattn and for each peer that does such cases; ``span`` is their part of the progress."""
+        """Return a row for polyattn and for each peer with such cases; ``span`` is their interval of the progress."""
         about, (begin, end) = f"{case.shape} {case.what}", span
         self.progress(f"{about}: checking", begin)
         rows, runs = self._judged(case)
@@ -187,7 +187,7 @@ class _Comparison:
         return [self._measured(row, case, medians, runs, end) for row in rows]
 
     def _judged(self, case: Case) -> tuple[list[Row], dict[str, Callable[[], Any]]]:
-        """Return the rows before they are timed, and what to time: all that run, and agree with the reference."""
+        """Return the rows without times, and the functions to time: those whose results agree with the reference."""
         rows: list[Row] = []
         runs: dict[str, Callable[[], Any]] = {}
         right = None if self.reference is None else self.reference(case)
@@ -202,7 +202,7 @@ class _Comparison:
             except BackendUnavailableError as failure:
                 note = f"not run: {failure}"
             except Exception as failure:
-                if right is None:  # polyattn's own, which are the reference
+                if right is None:  # polyattn itself failed, whose results are the reference
                     raise
                 note = f"failed: {type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
             if error is not None and not error <= TOLERANCE[case.dtype]:
@@ -215,7 +215,7 @@ class _Comparison:
         return rows, runs
 
     def _obstacle(self, peer: Peer, case: Case) -> str:
-        """Return why a peer is not even tried, or nothing."""
+        """Return why a peer cannot compute a case, or an empty string."""
         if (reason := peer.unsuited(case, self.device)) is not None:
             return f"not run: {reason}"
         held = peer.scores_held[case.what == "both"]
@@ -227,7 +227,7 @@ class _Comparison:
     def _measured(
         self, row: Row, case: Case, medians: Mapping[str, float], runs: Mapping[str, Callable[[], Any]], done: float
     ) -> Row:
-        """Add the time of a contestant that was timed, its ratio to polyattn's, and its memory."""
+        """Add to a row the time, the ratio to polyattn's time, and the memory, if the contestant was timed."""
         if row.peer not in medians:
             return row
         median = medians[row.peer]
@@ -246,7 +246,7 @@ class _Comparison:
 
 
 def difference(right: Inputs, results: Inputs) -> float:
-    """Return the largest |results − right| / max|right| over the arrays; NaN where only one of them is finite."""
+    """Return the largest |results − right| / max|right| over the arrays; NaN if only one of both is finite."""
     if right.keys() != results.keys():
         raise ValueError(f"expected the results {sorted(right)}, got {sorted(results)}")
     worst = 0.0
@@ -260,13 +260,13 @@ def difference(right: Inputs, results: Inputs) -> float:
 
 
 def _versions(libraries: Mapping[str, str]) -> dict[str, str]:
-    """Return the releases of everything that took part."""
+    """Return the versions of Python, polyattn, the BLAS and the libraries."""
     blas = {pool["internal_api"]: str(pool["version"]) for pool in threadpool_info() if pool["user_api"] == "blas"}
     return {"python": platform.python_version(), "polyattn": __version__, **blas, **libraries}
 
 
 def _threads_of(libraries: Mapping[str, str], threads: int, of_jax: str) -> dict[str, str]:
-    """Return how many threads each library has, and by what."""
+    """Return the number of threads of each library, and how it is set."""
     set_by = {
         "numpy": f"{threads}, by threadpoolctl",
         "torch": f"{threads}, by torch.set_num_threads",

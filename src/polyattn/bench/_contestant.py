@@ -1,4 +1,4 @@
-"""What is compared: a way to compute a case, by any library."""
+"""Peers, the libraries that are compared, and contestants: polyattn or a peer, prepared for one case."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ._case import Case, Inputs
 __all__ = ["OPTIMISER", "Contestant", "Peer", "contestant", "index_of"]
 
 OPTIMISER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-4, "weight_decay": 0.01}
-"""AdamW's settings in a training step. With a smaller eps the first step would be the signs of the gradients, and those
-of a zero gradient are rounding: results could not be compared."""
+"""AdamW's settings in a training step. With a smaller eps the first update is the sign of the gradient, which is
+arbitrary for a gradient that is zero except for rounding errors: results could not be compared."""
 
-NO_GRADIENT = "k_proj.bias"  # the softmax cancels it: its gradient is rounding, and is not compared
+NO_GRADIENT = "k_proj.bias"  # the softmax is invariant to it: its gradient is only rounding error, so not compared
 
 
 class Contestant(NamedTuple):
-    """A case, ready to be computed: its inputs lie where they are used.
+    """An implementation of a case, with its inputs on its device.
 
-    ``run`` computes it once and waits for the results, a dict; ``fetch`` brings them to the host under the names by
-    which they are compared: ``out``, ``dq``, ``dk``, ``dv`` of attention; ``y``, ``dx`` and ``d`` with a parameter's
-    name of a layer; the new parameters of a training step.
+    ``run`` computes it once and waits for the results, a dict; ``fetch`` copies them to the host under common names:
+    ``out``, ``dq``, ``dk``, ``dv`` of attention; ``y``, ``dx`` and ``d`` with a parameter's name of a layer; the new
+    parameters of a training step.
     """
 
     run: Callable[[], Any]
@@ -38,7 +38,7 @@ def contestant(
     to_host: Callable[[Any], Any],
     wait: Callable[[dict[str, Array]], Any] = lambda results: None,
 ) -> Contestant:
-    """Return the contestant that calls a function on these inputs by name."""
+    """Return the contestant that calls a function with these inputs by name."""
 
     def run() -> dict[str, Array]:
         results = call(**inputs)
@@ -53,26 +53,26 @@ def contestant(
 
 @dataclass(frozen=True)
 class Peer:
-    """A library, or a function of it, that computes what polyattn computes."""
+    """A library, or one of its functions, that computes the same as polyattn."""
 
     name: str
     library: str
-    """The module that has to be there."""
+    """The module that must be installed."""
     contestant: Callable[[Case, str, int], Contestant]
-    """Prepares a case on a device; the threads are for libraries that are not told of them elsewhere."""
+    """Prepares a case on a device; the number of threads is for libraries in which it is not set globally."""
     extra: str = ""
     """The extra of polyattn that installs it."""
     tasks: tuple[str, ...] = ("attention",)
     kinds: tuple[str, ...] = ("forward", "both", "step")
     dtypes: tuple[str, ...] = ("float32", "float64")
     devices: tuple[str, ...] | None = ("cpu",)
-    """The kinds of device, ``cuda`` for ``cuda:0``; None is any."""
+    """The types of devices, ``cuda`` for ``cuda:0``; None means all."""
     scores_held: tuple[int, int] = (0, 0)
-    """How many arrays of all scores the forward, and both, hold at once, as measured."""
+    """The measured number of arrays with all scores that are in memory at once, in the forward and in both."""
     needs: tuple[str, ...] = ()
-    """Other modules, of the same extra."""
+    """Other modules that must be installed, from the same extra."""
     fault: Callable[[], str | None] = lambda: None
-    """Says why it cannot be used although it is installed."""
+    """Returns why it cannot be used although it is installed, or None."""
 
     def missing(self) -> str | None:
         """Return why it cannot be used on this machine, or None."""
@@ -82,11 +82,11 @@ class Peer:
         return self.fault()
 
     def version(self) -> str:
-        """Return the release of the library."""
+        """Return the version of the library."""
         return str(importlib.import_module(self.library).__version__)
 
     def unsuited(self, case: Case, device: str) -> str | None:
-        """Return why it does not compute this case, or None."""
+        """Return why it cannot compute this case, or None."""
         if case.task not in self.tasks or case.what not in self.kinds:
             return f"it has no {case.task} {case.what}"
         if case.dtype not in self.dtypes:

@@ -13,7 +13,7 @@ __all__ = ["prepared"]
 
 
 def prepared(case: Case, device: str, threads: int) -> Contestant:
-    """Compile for the shapes of the case."""
+    """Prepare JAX's attention, compiled for the shapes of the case."""
     import jax
 
     try:

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine on which a comparison runs, and its load."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Others", "available_memory", "machine"]
 
 
 def machine(device: str) -> dict[str, str | int | float]:
-    """Return the machine in words and numbers: processor, cores, memory, system, and the name of a CUDA device.
+    """Return a description of the machine: processor, cores, memory, system, and the name of a CUDA device.
 
-    It is not named: two machines of a kind are the same here.
+    The host name is not included.
     """
     cpu = _fields("/proc/cpuinfo")
     names = (cpu[name] for name in ("model name", "Hardware", "cpu model") if name in cpu)
@@ -31,18 +31,18 @@ def machine(device: str) -> dict[str, str | int | float]:
 
 
 def available_memory() -> int:
-    """Return the bytes that a process may still take; 0 where the system does not say."""
+    """Return the available memory in bytes; 0 if it is unknown."""
     return _memory("MemAvailable")
 
 
 class Others:
-    """How busy other processes keep the cores from here on: where they do, figures mean little."""
+    """The load by other processes since the object was created; with a high load timings are unreliable."""
 
     def __init__(self) -> None:
         self._began = self._now()
 
     def share(self) -> float | None:
-        """Return the part of all cores' time that others have used, from 0 to 1; None where the system does not say."""
+        """Return the fraction of the cores' time that other processes used; None if it is unknown."""
         if self._began is None or (now := self._now()) is None:
             return None
         everyone, own, total = (after - before for after, before in zip(now, self._began, strict=True))
@@ -50,7 +50,7 @@ class Others:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Return the seconds in which the cores worked, those for this process and its children, and all there were."""
+        """Return the cores' busy time, the part of this process and its children, and the total time, in seconds."""
         try:
             line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
         except OSError:
@@ -69,7 +69,7 @@ def _memory(field: str) -> int:
 
 
 def _fields(path: str) -> dict[str, str]:
-    """Return the lines ``name: value`` of a file, the first of each name; nothing where there is no such file."""
+    """Return the lines ``name: value`` of a file, the first of each name; empty if there is no such file."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -79,7 +79,7 @@ def _fields(path: str) -> dict[str, str]:
 
 
 def _cuda_name(index: int) -> str:
-    """Ask whichever library is there."""
+    """Return the name of a CUDA device, by torch or CuPy."""
     try:
         return str(importlib.import_module("torch").cuda.get_device_name(index))
     except (ImportError, AssertionError, RuntimeError):

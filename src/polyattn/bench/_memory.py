@@ -1,10 +1,10 @@
 """Peak memory of one call.
 
-On the host it is the highest resident set during the call, less the resident set before it, in a process of its own.
-The process is fresh; the inputs are there already, the libraries are loaded, and the same code has run on a tiny
-problem before; where a backend compiles for each shape it has also run once on this one, and what that left was given
-back to the system. Results count: ``beyond`` is what is needed besides them. On a CUDA device the allocators of CuPy
-and torch say it, in this process.
+On the host it is the maximal resident set during the call, less the resident set before it, in a new process. Before
+the call the inputs are created, the libraries are loaded, and the same code has run on a tiny problem. If a backend
+compiles for each shape, the call has also run once, and the freed memory was returned to the system. Results are
+included; ``beyond`` excludes them. On a CUDA device it is measured in this process, by the allocators of CuPy and
+torch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TINY = 32
 
 
 class Memory(NamedTuple):
-    """Bytes: ``peak`` above what there was before the call, and ``results``, the size of what it returned."""
+    """Bytes: ``peak``, the maximal memory less that before the call, and ``results``, the size of the results."""
 
     peak: int
     results: int
 
     @property
     def beyond(self) -> int:
-        """What the call needed besides its inputs and its results."""
+        """The memory of the call without its inputs and results."""
         return self.peak - self.results
 
 
@@ -55,10 +55,10 @@ def peak_memory(peer: str, case: Case, backend: str, device: str, threads: int) 
     Raises
     ------
     PolyattnError
-        If the process fails, or is killed for want of memory; or on a device, where this says nothing.
+        If the process fails, or is killed because memory runs out; or if the device is not the CPU.
     """
     if device != "cpu":
-        raise PolyattnError(f"memory: the resident set says nothing of {device}")
+        raise PolyattnError(f"memory: the resident set does not include the memory of {device}")
     order = {"peer": peer, "case": {**asdict(case), "shape": str(case.shape)}, "backend": backend, "threads": threads}
     command = [sys.executable, "-c", CODE, json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -69,7 +69,7 @@ def peak_memory(peer: str, case: Case, backend: str, device: str, threads: int) 
 
 
 def device_memory(run: Callable[[], Any]) -> int:
-    """Return the bytes by which a run raised what CuPy's pool and torch's allocator hold, its results included."""
+    """Return the increase of the memory of CuPy's pool and torch's allocator in a run, in bytes, with results."""
     pool = sys.modules["cupy"].get_default_memory_pool() if "cupy" in sys.modules else None
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -84,7 +84,7 @@ def device_memory(run: Callable[[], Any]) -> int:
 
 
 def measure(order: str) -> None:
-    """Measure in this process as :func:`peak_memory` orders, print it, and end the process."""
+    """Measure in this process for :func:`peak_memory`, print the result, and exit."""
     asked = json.loads(order)
     name, backend, threads = asked["peer"], asked["backend"], asked["threads"]
     case = Case(**{**asked["case"], "shape": parse_shape(asked["case"]["shape"])})
@@ -93,21 +93,21 @@ def measure(order: str) -> None:
         compiled = name in (OURS, JITTED) and compiles(registry.ready(backend))
         with limited(threads, torch="torch" in (backend, peer.library)), use_backend(backend, "cpu"):
             print(json.dumps(_watched(peer, case, threads, compiled)), flush=True)
-    os._exit(0)  # at the interpreter's own end XLA's threads were seen to abort the process
+    os._exit(0)  # at a normal exit of the interpreter, XLA's threads sometimes abort the process
 
 
 def _watched(peer: Peer, case: Case, threads: int, compiled: bool) -> Memory:
-    """Run once on a tiny problem, then watch one run of the case."""
+    """Run once on a tiny problem, then measure one run of the case."""
     tiny = replace(case, shape=Shape(1, case.shape.heads, TINY, TINY, case.shape.d))
     peer.contestant(tiny, "cpu", threads).run()
     contestant = peer.contestant(case, "cpu", threads)
     if compiled:
         contestant.run()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc's own: memory that is free goes back to the system
+    with contextlib.suppress(OSError, AttributeError):  # glibc only: return free memory to the system
         ctypes.CDLL(None).malloc_trim(0)
     time.sleep(0.05)
-    with contextlib.suppress(OSError):  # the high-water mark starts anew; else it is that of the process
+    with contextlib.suppress(OSError):  # reset VmHWM, if the system allows it
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _resident("VmRSS")
     results = contestant.run()
@@ -115,9 +115,9 @@ def _watched(peer: Peer, case: Case, threads: int, compiled: bool) -> Memory:
 
 
 def _resident(field: str) -> int:
-    """Return the resident set in bytes, now (VmRSS) or at its highest (VmHWM)."""
+    """Return the resident set in bytes, the current (VmRSS) or the maximal one (VmHWM)."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration):
-        raise PolyattnError("it is read from /proc/self/status, which only Linux has") from None
+        raise PolyattnError("memory is measured by /proc/self/status, which only Linux has") from None

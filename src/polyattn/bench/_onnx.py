@@ -45,7 +45,7 @@ def _cast(inputs: dict[str, NDArray[Any]], case: Case) -> dict[str, NDArray[Any]
 def _session(
     case: Case, inputs: dict[str, NDArray[Any]], threads: int, operator: str, domain: str, **attributes: int
 ) -> Any:
-    """Return a session of a model of one node, as a function of the inputs by name."""
+    """Return a contestant that runs a session of a model with one node."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -54,7 +54,7 @@ def _session(
     node = helper.make_node(operator, list(inputs), ["out"], domain=domain, **attributes)
     graph = helper.make_graph([node], "attention", given, [helper.make_tensor_value_info("out", kind, None)])
     opsets = [helper.make_opsetid("", 23), *([helper.make_opsetid(domain, 1)] if domain else [])]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)  # 11 came with opset 23
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)  # the IR version of opset 23
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4

@@ -1,4 +1,4 @@
-"""polyattn itself: as it is called, and as a whole compiled by the backend's own compiler."""
+"""polyattn itself: called as usual, or compiled as a whole by the backend's compiler."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def ours(backend: str, arrays: str | None = None, *, compiled: bool = False) -> 
     native, home = registry.ready(backend), registry.ready(arrays or backend)
 
     def fault() -> str | None:
-        return f"the backend {backend} compiles nothing" if compiled and not compiles(native) else None
+        return f"the backend {backend} has no compiler" if compiled and not compiles(native) else None
 
-    # A training step is compiled anyway: there is no second way to time it.
+    # A training step is always compiled, so there is no second variant to time.
     tasks = ("attention", "layer") if compiled else ("attention", "layer", "train")
     return Peer(
         JITTED if compiled else OURS, backend, partial(_prepared, native, home, compiled),
@@ -44,7 +44,7 @@ def compiles(native: Backend) -> bool:
 
 
 def initial_weights(case: Case) -> Inputs:
-    """Return the initial parameters of the layer that a case is about."""
+    """Return the initial parameters of a case's layer."""
     return dict(_layer(case, case.host_dtype, "numpy", None).parameters())
 
 
@@ -54,7 +54,7 @@ def _layer(case: Case, dtype: str, backend: str, device: str | None) -> MultiHea
 
 
 def _prepared(native: Backend, home: Backend, compiled: bool, case: Case, device: str, threads: int) -> Contestant:
-    """Place the inputs and choose the function."""
+    """Return the contestant: convert the inputs and choose the function."""
     dtype, astype = home.dtype(case.dtype), home.namespace().astype
     inputs = {name: to_backend(x, home.name, device) for name, x in case.inputs().items()}
     inputs = {name: x if x.dtype == dtype else astype(x, dtype) for name, x in inputs.items()}
@@ -94,7 +94,7 @@ def _of_layer(case: Case, native: Backend, device: str) -> Callable[..., Arrays]
 
 
 def _training(case: Case, native: Backend, device: str) -> Callable[..., Arrays]:
-    """Return a step that continues where the last one ended: forward, mean squared error, backward, AdamW."""
+    """Return a training step with its own state: forward, mean squared error, backward, AdamW."""
     layer, optimiser = _layer(case, case.dtype, native.name, device), optim.AdamW(**OPTIMISER)
     params = layer.parameters()
     state = optimiser.init(params)

@@ -1,4 +1,4 @@
-"""Whom polyattn is compared with."""
+"""The peers with which polyattn is compared."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PEERS: dict[str, Peer] = {
         Peer("torch-mha", "torch", _torch.layer, tasks=("layer", "train"), **TORCH),
         Peer(
             "jax", "jax", _jax.prepared, extra="jax",
-            dtypes=("float16", "bfloat16", "float32"),  # given float64 it takes the softmax in float32
+            dtypes=("float16", "bfloat16", "float32"),  # with float64 it computes the softmax in float32
             devices=("cpu", "cuda"),
-            scores_held=(2, 6),  # what XLA keeps of the plain formula, which its attention is outside CUDA
+            scores_held=(2, 6),  # except on CUDA, JAX's attention is the plain formula
         ),
         Peer("onnx-attention", "onnxruntime", _onnx.standard, scores_held=(1, 1), **ONNX),
-        Peer("onnx-mha", "onnxruntime", _onnx.own, **ONNX),  # it works in blocks
+        Peer("onnx-mha", "onnxruntime", _onnx.own, **ONNX),  # computes in blocks, without an array of all scores
         Peer(
             "plain-cupy", "cupy", _plain.on_cupy, extra="cuda13x", dtypes=("float16", "float32", "float64"),
             devices=("cuda",), fault=_plain.cupy_fault,
@@ -38,19 +38,19 @@ PEERS: dict[str, Peer] = {
 
 
 def peer_named(name: str, backend: str) -> Peer:
-    """Return a contestant by name: polyattn on a backend, as it is called or compiled, or a peer."""
+    """Return a peer by name: polyattn on a backend, compiled or not, or another library."""
     return ours(backend, compiled=name == JITTED) if name in (OURS, JITTED) else PEERS[name]
 
 
 def present(names: Sequence[str] | None, task: str, backend: str) -> tuple[list[Peer], dict[str, str]]:
-    """Return the peers for a task that can be used here, those that were asked for or all, and why others cannot.
+    """Return the named peers for a task (by default all) that can be used, and the reasons why others cannot.
 
     Raises
     ------
     ArgumentError
-        If there is no such peer, or it does not do the task.
+        If there is no such peer, or it does not support the task.
     BackendUnavailableError
-        If one that was asked for cannot be used.
+        If a named peer cannot be used.
     """
     doing = [name for name, peer in PEERS.items() if task in peer.tasks]
     doing += [JITTED] if task != "train" else []
@@ -62,5 +62,5 @@ def present(names: Sequence[str] | None, task: str, backend: str) -> tuple[list[
     if names is not None and absent:
         raise BackendUnavailableError("; ".join(f"peer {name!r}: {reason}" for name, reason in absent.items()))
     here = [peer for peer in peers if peer.name not in absent]
-    absent.pop(JITTED, None)  # most backends have no compiler: nothing that could be installed
+    absent.pop(JITTED, None)  # most backends have no compiler, and none can be installed
     return here, absent

@@ -1,4 +1,4 @@
-"""Time and memory over the length of the sequence, a line for each contestant."""
+"""A plot of time and memory against the length of the sequence, a line for each contestant."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 __all__ = ["draw", "writable"]
 
 WHATS = {"forward": "forward", "both": "forward + backward", "step": "training step"}
-# Okabe and Ito's colours, told apart by everyone; ours is the dark one, and the only thick line.
+# The colour-blind safe palette of Okabe and Ito; polyattn's line is dark and thick.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 MARKERS = "osD^vPX*"
 
 
 def writable(path: Path, shapes: Sequence[Shape]) -> None:
-    """Check, before anything is measured, that these shapes can be drawn and that the picture can be written."""
+    """Check before a measurement that these shapes can be drawn and that the file can be written."""
     expect_writable(path)
     if len({(shape.batch, shape.heads, shape.n_q == shape.n_k, shape.d) for shape in shapes}) > 1:
         raise ArgumentError(f"plot: expected shapes that differ in n alone, got {' '.join(map(str, shapes))}")
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write the picture of a report as a PNG."""
+    """Draw a report, and write it as PNG."""
     write_png(picture(report), path)
 
 
 def picture(report: Report) -> Figure:
-    """Return a row of panels for each of forward and backward: time on the left, memory on the right."""
+    """Return a figure with a row for each part of the task: time on the left, memory on the right."""
     from matplotlib.figure import Figure
 
     whats = list(dict.fromkeys(row.what for row in report.rows))

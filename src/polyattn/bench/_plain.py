@@ -1,4 +1,4 @@
-"""Attention as the formula, with all its scores at once: on NumPy, and on CuPy."""
+"""Attention by the plain formula, with an array of all scores, in NumPy and CuPy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on_cupy(case: Case, device: str, threads: int) -> Contestant:
 
 
 def cupy_fault() -> str | None:
-    """Say why CuPy has no device."""
+    """Return why CuPy has no device, or None."""
     try:
         importlib.import_module("cupy").cuda.runtime.getDeviceCount()
     except Exception as error:  # the library's own
@@ -46,7 +46,7 @@ def _prepared(library: str, case: Case) -> tuple[Any, dict[str, Array]]:
 def attention(
     xp: Any, mask: Array | None, q: Array, k: Array, v: Array, dout: Array, *, backward: bool
 ) -> dict[str, Array]:
-    """Return the output, and the gradients if they are asked for; the scores are in float32 at least."""
+    """Return the output, and the gradients if ``backward``; the scores are in float32 at least."""
     scale = 1 / math.sqrt(q.shape[-1])
     scores = q @ xp.swapaxes(k, -1, -2) * scale  # (…, H, n_q, n_k)
     if scores.dtype == "float16":

@@ -1,4 +1,4 @@
-"""Timing: contestants take turns, so that what the machine does meanwhile meets all of them."""
+"""Timing in interleaved rounds, so that other load on the machine affects all contestants equally."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 __all__ = ["quiet", "race"]
 
 LEAST_TURN = 0.010
-"""Seconds that are timed in a turn at least: shorter runs are repeated, and the mean is the turn's result."""
+"""The least seconds of one measurement: shorter runs are repeated, and the mean is the result."""
 WARM_UP = 0.060
-"""Seconds of untimed runs before that: after a rest it takes the scheduler tens of milliseconds to give each thread a
-core of its own (a run of 20 ms on two threads took 38 ms where this was measured)."""
+"""Seconds of untimed runs before a measurement: after a pause the scheduler needs tens of milliseconds to put each
+thread on its own core (a run of 20 ms on two threads took 38 ms)."""
 LONG = 0.5
-"""A run of so many seconds needs no warming up."""
+"""A run of at least this many seconds needs no warm-up."""
 
 Clock = Callable[[], float]
 
@@ -30,11 +30,12 @@ def race(
     rest: Callable[[], None] = lambda: quiet(),
     before_turn: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of one run, a number for each round, by contestant.
+    """Return the seconds of one run by contestant, one number for each round.
 
-    In every round each contestant has one turn, and each round begins with another contestant. Before a turn
-    ``before_turn`` is told its name, and ``rest`` is called, :func:`quiet` by default; then it runs untimed for a
-    while, which spreads its threads over the cores and fills the caches. Garbage collection is off meanwhile.
+    In every round each contestant is measured once, its turn, and each round begins with another contestant. Before a
+    turn, ``before_turn`` is called with its name, and then ``rest``, by default :func:`quiet`. Then the contestant runs
+    untimed for a while, which distributes its threads over the cores and fills the caches. Garbage collection is
+    disabled.
     """
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -55,10 +56,10 @@ def race(
 
 
 def quiet(patience: float = 0.5, step: float = 0.005) -> None:
-    """Wait until the other threads of this process sleep, or patience ends.
+    """Wait until the other threads of this process sleep, at most ``patience`` seconds.
 
-    After its work a thread pool waits for more with its cores busy: OpenBLAS for 100 ms, onnxruntime for 50 ms, OpenMP
-    for 5 ms where this was measured. Whoever ran next would pay for it.
+    After its work a thread pool keeps its cores busy for a while: OpenBLAS for 100 ms, onnxruntime for 50 ms, OpenMP
+    for 5 ms, as measured. This would slow the next contestant down.
     """
     end = time.perf_counter() + patience
     while time.perf_counter() < end:
@@ -69,7 +70,7 @@ def quiet(patience: float = 0.5, step: float = 0.005) -> None:
 
 
 def _turn(run: Callable[[], Any], clock: Clock) -> tuple[int, int]:
-    """Return how often a contestant runs in each turn before the clock is read, and between two readings."""
+    """Return the numbers of untimed and of timed runs of a contestant in each turn."""
     timed = 1
     while (elapsed := _timed(run, timed, clock)) < LEAST_TURN:
         wanted = LEAST_TURN / max(elapsed / timed, 1e-7)

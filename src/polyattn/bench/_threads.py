@@ -15,7 +15,7 @@ XLA, OURS = "NPROC", "POLYATTN_NUM_THREADS"
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # only Linux has it
@@ -24,10 +24,10 @@ def cores() -> int:
 
 @contextmanager
 def announced(threads: int) -> Iterator[str]:
-    """Set the variables that libraries read when they start; yield what that comes to for JAX, in words.
+    """Set the environment variables that libraries read when they start; yield a description of JAX's threads.
 
-    XLA reads NPROC once, when JAX first asks for its devices. polyattn's own variable is taken away: its NumPy kernels
-    then follow the BLAS.
+    XLA reads NPROC once, when JAX first creates its devices. POLYATTN_NUM_THREADS is unset, so that polyattn's NumPy
+    kernels use the number of threads of the BLAS.
     """
     before = {name: os.environ.pop(name, None) for name in (XLA, OURS)}
     os.environ[XLA] = str(threads)
@@ -42,7 +42,7 @@ def announced(threads: int) -> Iterator[str]:
 
 @contextmanager
 def limited(threads: int, *, torch: bool) -> Iterator[None]:
-    """Hold the BLAS and OpenMP, and torch where it takes part, to a number of threads; restore what they had."""
+    """Set the number of threads of the BLAS and OpenMP, and of torch if ``torch``; restore them at the end."""
     if not torch:
         with threadpool_limits(threads):
             yield

@@ -39,15 +39,15 @@ def layer(case: Case, device: str, threads: int) -> Contestant:
 
     mha = torch.nn.MultiheadAttention(case.shape.d_model, case.shape.heads, batch_first=True)
     weights = initial_weights(case)
-    # torch keeps weights (out, in), and those of q, k and v in one.
+    # torch stores weights as (out, in), and those of q, k and v in one array.
     in_proj = [np.concatenate([weights[f"{x}_proj.{kind}"].T for x in "qkv"]) for kind in ("weight", "bias")]
     out_proj = [weights[f"out_proj.{kind}"].T for kind in ("weight", "bias")]
     state = zip(mha.state_dict(), [*in_proj, *out_proj], strict=True)
     mha.load_state_dict({name: torch.from_numpy(x) for name, x in state})
     mha = mha.to(device, getattr(torch, case.dtype))
-    mha.train()  # without dropout it is the same function; in evaluation mode it takes a path that is slower on CPU
+    mha.train()  # without dropout the result is the same, and evaluation mode is slower on the CPU
     options: dict[str, Any] = {"need_weights": False}
-    if case.causal:  # it asks for the mask as well, and does not use it
+    if case.causal:  # it also requires the mask, but does not use it
         mask = torch.nn.Transformer.generate_square_subsequent_mask(case.shape.n_q, device=device)
         options |= {"is_causal": True, "attn_mask": mask.to(getattr(torch, case.dtype))}
     make = {"forward": _forward, "both": _both, "step": _step}[case.what]
@@ -94,7 +94,7 @@ def _step(mha: Any, model: Callable[[Any], Any]) -> Callable[..., Tensors]:
 
 
 def _renamed(tensors: Tensors) -> Tensors:
-    """Return parameters, or their gradients, as polyattn names and lays them out, as views."""
+    """Return parameters, or their gradients, under polyattn's names and in its layout, as views."""
     weights, biases = tensors["in_proj_weight"].chunk(3), tensors["in_proj_bias"].chunk(3)
     named = {"out_proj.weight": tensors["out_proj.weight"].T, "out_proj.bias": tensors["out_proj.bias"]}
     for x, weight, bias in zip("qkv", weights, biases, strict=True):
@@ -108,7 +108,7 @@ def _prepared(call: Callable[..., Tensors], case: Case, device: str) -> Contesta
     inputs = {name: torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for name, x in case.inputs().items()}
     wide, kind = getattr(torch, case.host_dtype), device.partition(":")[0]
 
-    def to_host(x: Any) -> Any:  # a copy: the next step of a training changes its parameters in place
+    def to_host(x: Any) -> Any:  # a copy: the next training step changes the parameters in place
         return np.array(x.detach().cpu().to(wide).numpy())
 
     def wait(results: Tensors) -> None:

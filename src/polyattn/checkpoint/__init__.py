@@ -1,7 +1,7 @@
-"""Named arrays in safetensors files, in one or in several with an index, written whole or not at all.
+"""Named arrays in one safetensors file, or in several with an index, written atomically.
 
-Nothing in a file is ever executed, and no library but NumPy is needed to read one. The metadata hold a digest of
-the content, so that a file whose bits have changed since is not taken for good; other readers pass over it.
+Reading never executes code from a file, and needs no array library but NumPy. The metadata include a digest of the
+content, by which a damaged file is detected; other readers ignore it.
 """
 
 from ._read import read_tensors

@@ -1,4 +1,4 @@
-"""Reading: whole files and single tensors, copied into memory or seen in the file itself."""
+"""Reading whole files or single tensors, into memory or as a memory map."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def read_tensors(
 ) -> tuple[Tensors, dict[str, str]]:
     """Return the arrays of a safetensors file, NumPy arrays by name, and its metadata.
 
-    Where everything in a file is read into memory and polyattn wrote it, its digest is compared.
+    If all tensors of a file that polyattn wrote are read into memory, the digest is checked.
 
     Parameters
     ----------
     path : path
         The file; or the index of a model in several files, a ``.json`` such as ``model.safetensors.index.json``.
     names : sequence of str, optional
-        Read these alone. Nothing else is looked for in the file, and no file that holds none of them is opened.
+        The tensors to read; by default all. Only files that contain some of them are opened.
     mapped : bool
-        True gives read-only arrays that are the file itself, mapped into memory: nothing is read before it is used.
-        Meanwhile the file may be replaced, as :func:`write_tensors` does it, but not written to or shortened.
-        False gives writable arrays of their own.
+        True returns read-only arrays on a memory map of the file: data are read when they are used. Meanwhile the
+        file may be replaced, as by :func:`write_tensors`, but not modified or truncated. False returns writable
+        arrays in memory.
 
     Raises
     ------
     CheckpointError
-        If a file is missing, cannot be read, is truncated or changed, is no safetensors file or has no such name,
-        or if an index names a file outside of its own folder.
+        If a file is missing, cannot be read, is damaged, is not a safetensors file or lacks one of the names, or if
+        an index names a file outside of its folder.
     ArgumentError
         If ``names`` is one string.
 
@@ -66,7 +66,7 @@ def read_tensors(
 
 
 def shards_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the file of each tensor, by the names of both, and the metadata of an index."""
+    """Return the file name of each tensor, and the metadata, from an index."""
     where = str(path)
     try:
         with open(path, "rb") as file:
@@ -81,7 +81,7 @@ def shards_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         if not (isinstance(shards, dict) and isinstance(metadata, dict)):
             raise ValueError("it has no weight_map of files by tensor")
         for shard in set(map(_checked, shards.values())):
-            # A link in the folder may lead anywhere, as in the caches of models: who made the folder made the link.
+            # A symbolic link in the folder may point anywhere, as in caches of models; the index may not.
             if shard in ("", ".", "..") or {PurePosixPath(shard).name, PureWindowsPath(shard).name} != {shard}:
                 raise ValueError(f"{shard!r} is not the name of a file beside it")
     except ValueError as cause:
@@ -129,7 +129,7 @@ def _read_file(path: Path, wanted: list[str] | None, mapped: bool) -> tuple[Tens
                 tensors = {name: _loaded(file, entry, where, name) for name, entry in chosen.items()}
     except OSError as cause:
         raise _unreadable(where, cause) from cause
-    expected = metadata.pop(DIGEST, None)  # which files of other libraries lack
+    expected = metadata.pop(DIGEST, None)  # None in files of other libraries
     everything = not mapped and len(tensors) == len(entries)
     if everything and expected is not None and expected != digest(tensors, metadata):
         raise CheckpointError(
@@ -142,7 +142,7 @@ def _loaded(file: BufferedReader, entry: Entry, where: str, name: str) -> np.nda
     memory = np.empty(entry.stop - entry.start, dtype=np.uint8)
     file.seek(entry.start)
     if file.readinto(memory.data) != memory.size:
-        raise damaged(where, "it became shorter while it was read")
+        raise damaged(where, "it was truncated while it was read")
     return array_of(entry, memory, 0, f"{where}: {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""A model in several files, with an index that says which tensor lies in which."""
+"""A model in several files, with an index of the file of each tensor."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def write_shards(
     *,
     shard_size: int = 5_000_000_000,
 ) -> list[Path]:
-    """Write named arrays to several safetensors files and the index of these, atomically.
+    """Write named arrays to several safetensors files and an index, atomically.
 
-    The names of the files hold a part of the content's digest, so that none of an earlier writing is touched until
-    the new index is there. Then the files that only the earlier index named are deleted.
+    The names of the files contain a part of the content's digest, so that files of an earlier version remain until
+    the new index is written. Then the files that only the earlier index names are deleted.
 
     Parameters
     ----------
     path : path
-        The index, ``NAME.safetensors.index.json``. Hugging Face's libraries load a ``model.safetensors.index.json``.
+        The index, ``NAME.safetensors.index.json``. Hugging Face's libraries load ``model.safetensors.index.json``.
     tensors : dict
         Arrays of any library, device and layout, by name.
     metadata : dict, optional
         Strings by name.
     shard_size : int
-        The most bytes of tensors in a file. A larger tensor has a file to itself.
+        The maximal number of bytes of tensors in a file. A larger tensor is in a file of its own.
 
     Returns
     -------
     list of Path
-        The files beside the index.
+        The files of tensors, in the folder of the index.
 
     Raises
     ------
     CheckpointError, BackendMismatchError
-        As :func:`write_tensors`; the index that was there is unchanged, and so are its files.
+        As :func:`write_tensors`; an existing index and its files are unchanged.
     ArgumentError
-        If the path or the size cannot be.
+        If the path is not a name of an index, or the size is not a positive integer.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def write_shards(
 
 
 def _grouped(arrays: Tensors, size: int) -> list[Tensors]:
-    """Fill one group after the other, in the order of the arrays."""
+    """Divide the arrays into groups of at most ``size`` bytes, in order."""
     groups: list[Tensors] = [{}]
     room = size
     for name, x in arrays.items():
@@ -111,7 +111,7 @@ def _grouped(arrays: Tensors, size: int) -> list[Tensors]:
 
 
 def _token(arrays: Tensors, groups: list[Tensors], metadata: Mapping[str, str], index: Path) -> str:
-    """Return what is one for one content, divided in one way."""
+    """Return a token that depends on the content and on its division into files."""
     try:
         return digest(arrays, {**metadata, "": repr([list(group) for group in groups])})[:8]
     except (TypeError, ValueError) as cause:  # metadata or names that are no strings
@@ -119,7 +119,7 @@ def _token(arrays: Tensors, groups: list[Tensors], metadata: Mapping[str, str], 
 
 
 def _ours(index: Path) -> set[str]:
-    """Return the files that the index there names, as far as this module gave them their names."""
+    """Return the files that an existing index names, if their names are of the form that this module writes."""
     try:
         named = set(shards_of(index)[0].values())
     except CheckpointError:  # none is there, or it is damaged

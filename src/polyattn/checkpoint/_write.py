@@ -21,7 +21,7 @@ from ._format import DIGEST, digest
 __all__ = ["LEFTOVERS", "packed", "write_bytes", "write_tensors"]
 
 LEFTOVERS = ".polyattn-*.tmp"
-"""What a process that was killed while writing may leave beside the file; it can be deleted."""
+"""Temporary files that a killed process may leave in the folder of the file; they can be deleted."""
 
 
 def write_tensors(
@@ -32,8 +32,8 @@ def write_tensors(
     Parameters
     ----------
     path : path
-        The file. What it holds is replaced only once the new content lies whole on the disk: a kill at any
-        moment, a full disk and a read-only folder leave it as it was.
+        The file. It is replaced only after the new content is completely written to the disk: if the process is
+        killed, the disk is full or the folder is read-only, an existing file is unchanged.
     tensors : dict
         Arrays of any library, device and layout, by name.
     metadata : dict, optional
@@ -42,7 +42,8 @@ def write_tensors(
     Raises
     ------
     CheckpointError
-        If the file cannot be written, or safetensors has no such dtype or name; the message gives path and cause.
+        If the file cannot be written, or safetensors does not support a dtype or name; the message has path and
+        cause.
     BackendMismatchError
         If a value is not an array.
 
@@ -75,19 +76,19 @@ def write_tensors(
 def packed(tensors: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays on the host, little-endian and in C order.
 
-    safetensors writes the bytes in memory order whatever the strides are: of others it would write something else.
+    safetensors ignores strides and byte order: it writes the bytes in the order of memory.
     """
     hosts = {name: registry.owner(x, name).to_numpy(x) for name, x in tensors.items()}
     return {name: np.asarray(x, dtype=x.dtype.newbyteorder("<"), order="C") for name, x in hosts.items()}
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file atomically: as a temporary file in the same folder, synced, then renamed over ``path``.
+    """Write a file atomically: write a temporary file in the same folder, sync it, and rename it to ``path``.
 
     Raises
     ------
     CheckpointError
-        If it cannot be written; what stood at ``path`` is unchanged and no temporary file is left.
+        If it cannot be written; an existing file is unchanged and the temporary file is deleted.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(LEFTOVERS.replace("*", secrets.token_hex(4)))
@@ -112,7 +113,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable. Not every system lets a folder be opened or synced; the rename stands all the same."""
+    """Sync a folder, so that a rename is durable; not every system supports it, and then the rename is still valid."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

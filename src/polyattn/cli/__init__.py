@@ -1,4 +1,4 @@
-"""The command line, a command a file: ``train``, ``backends``, ``check``, ``new-backend``, ``bench``, ``explain``.
+"""The command line, one file a command: ``train``, ``backends``, ``check``, ``new-backend``, ``bench``, ``explain``.
 
 Exit codes: 0, done; 1, the work failed; 2, it was not understood (an unknown
 backend, a bad option); 130, interrupted. An error is one line on standard error.

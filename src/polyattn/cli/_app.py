@@ -1,4 +1,4 @@
-"""The application: its help, its version, and how errors are told."""
+"""The application: its help, its version, and the output of errors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ app = typer.Typer(
     name="polyattn",
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Exact attention for any array library: train with it, list, check and time its backends.",
+    help="Exact attention for any array library: train a model; list, check and time the backends.",
 )
 
-# What a bad command line raises: click's own in older typer, typer's in newer.
+# The errors of a bad command line: click's in older typer, typer's own in newer.
 UsageError: Any = typer.BadParameter.__mro__[1]
 _ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class Interrupted(Exception):
-    """An interrupt with something to say; typer keeps only the code of a KeyboardInterrupt."""
+    """An interrupt with a message; typer keeps only the exit code of a KeyboardInterrupt."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except (PolyattnError, OSError) as error:
         return _fail(str(error), 2 if isinstance(error, UnknownBackendError) else 1)
-    if code == 130:  # what newer typer makes of an interrupt
+    if code == 130:  # newer typer returns this code for an interrupt
         return _fail("interrupted", 130)
     return code if isinstance(code, int) else 0
 
@@ -57,13 +57,13 @@ def _polyattn(
         typer.echo(f"polyattn {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        if text := context.get_help():  # typer with rich has printed it already
+        if text := context.get_help():  # empty if typer with rich has already printed it
             typer.echo(text)
         raise typer.Exit(2)
 
 
 def _fail(message: str, code: int) -> int:
-    """Print an error in one line, after the lines of detail that a message may bring."""
+    """Print the first line of an error last, after the other lines of its message."""
     first, *details = message.strip().splitlines() or [""]
     first = first.removesuffix(":")
     for line in details:

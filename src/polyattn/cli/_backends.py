@@ -22,21 +22,21 @@ MARKS = {True: "yes", False: "no", None: "?"}
 
 def backends(
     features: Annotated[
-        bool, typer.Option("--features", help="Say what each library can do, and why another cannot.")
+        bool, typer.Option("--features", help="List the features of each library, and why one is lacking.")
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List the backends: version, devices, state, and why one cannot be used."""
     found = registry.list_backends()
-    told = {b.name: _features(b) for b in found} if features else {}
+    answers = {b.name: _features(b) for b in found} if features else {}
     if json_output:
         entries = [asdict(b) for b in found]
         for entry in entries if features else ():
-            entry["features"] = {name: finding._asdict() for name, finding in told[entry["name"]].items()}
+            entry["features"] = {name: finding._asdict() for name, finding in answers[entry["name"]].items()}
         typer.echo(json.dumps(entries))
         return
     if features:
-        _print_features(told)
+        _print_features(answers)
     else:
         print_table(
             ("backend", "version", "state", "devices", "distribution"),
@@ -48,21 +48,21 @@ def backends(
 
 
 def _features(info: registry.BackendInfo) -> dict[str, Finding]:
-    """Return what is known of a backend's features; of a broken plugin nothing is."""
+    """Return whether a backend has each feature; unknown for a broken plugin."""
     try:
         return features_of(registry.load(info.name), ready=info.state == "ready")
     except BackendUnavailableError:
         return {name: Finding(None, "its plugin is broken") for name in FEATURES}
 
 
-def _print_features(told: dict[str, dict[str, Finding]]) -> None:
-    """Print the table, then what each feature is and why it is lacking where it is."""
-    rows = [(name, *(MARKS[found[name].present] for found in told.values())) for name in FEATURES]
-    print_table(("feature", *told), rows)
+def _print_features(answers: dict[str, dict[str, Finding]]) -> None:
+    """Print the table, then the meaning of each feature and the reasons where it is lacking."""
+    rows = [(name, *(MARKS[found[name].present] for found in answers.values())) for name in FEATURES]
+    print_table(("feature", *answers), rows)
     unasked: dict[str, list[str]] = {}
     for name, feature in FEATURES.items():
         _print(f"{name}: {feature.meaning}", "")
-        for backend, found in told.items():
+        for backend, found in answers.items():
             if found[name].present is False:
                 _print(f"no on {backend}: {found[name].reason}", "  ")
             elif found[name].present is None:

@@ -25,7 +25,7 @@ __all__ = ["bench"]
 Task = StrEnum("Task", ["attention", "layer", "train"])
 What = StrEnum("What", ["forward", "both"])
 
-# A long sequence, one decoding step, and a problem so small that what is timed is the call.
+# A long sequence, one decoding step, and a problem so small that the overhead of the call dominates.
 DEFAULT = {"attention": ("1,8,2048,64", "1,8,1:4096,64", "1,1,4,8"), "layer": ("4,8,512,64",), "train": ("4,8,512,64",)}
 TO_DRAW = ("1,8,256,64", "1,8,512,64", "1,8,1024,64", "1,8,2048,64", "1,8,4096,64")
 
@@ -34,45 +34,47 @@ def bench(
     task: Annotated[Task, typer.Argument(help="One operation, one layer, or one training step of it.")],
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="B,H,N,D", help="Batch, heads, length (N_Q:N_K too), features a head. Repeatable."),
+        typer.Option(metavar="B,H,N,D", help="Batch, heads, length (or N_Q:N_K), features of a head. Repeatable."),
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="No query sees a later key.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="No query attends to a later key.")] = False,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
     what: Annotated[
-        What | None, typer.Option(help="Forward, or forward and backward.", show_default="one, then the other")
+        What | None, typer.Option(help="Forward, or forward and backward.", show_default="forward, then both")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Where polyattn computes.", show_default="POLYATTN_BACKEND, else numpy")
+        str | None, typer.Option(help="The backend that computes.", show_default="POLYATTN_BACKEND, else numpy")
     ] = None,
     device: Annotated[str | None, typer.Option(help="A device of --backend, cuda:0 for instance.")] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Whom to compare with. Repeatable.", show_default="all installed"),
+        typer.Option(metavar="NAME", help="A library to compare with. Repeatable.", show_default="all installed"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=7, help="Turns of each, of which the median is taken.")] = 7,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of every library.", show_default="all cores")] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, in a process for each.")] = False,
+    rounds: Annotated[int, typer.Option(min=7, help="Rounds, whose median is reported.")] = 7,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each library.", show_default="all cores")
+    ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Also measure memory, each in its own process.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw time and memory against n; implies --memory.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time polyattn against its peers: in turns, on the same inputs, once their results are seen to agree."""
+    """Time polyattn and other libraries in interleaved rounds, on equal inputs, after a check that results agree."""
     from .. import bench as engine
 
     try:
         texts = shape or (TO_DRAW if plot else DEFAULT[task.value])
         shapes = [engine.parse_shape(text) for text in texts]
         whats = engine.TASKS[task.value] if what is None else (what.value,)
-        # Where nothing was asked for, what cannot be causal is left out.
+        # Of the default shapes, those that cannot be causal are left out.
         shapes = [s for s in shapes if shape or not causal or s.n_q == s.n_k]
         cases = [engine.Case(task.value, what, s, causal, dtype) for s in shapes for what in whats]
         if plot is not None:
             engine.writable(plot, shapes)
-        with _progress() as told:
+        with _progress() as show:
             report = engine.compare(
                 cases, backend=backend, device=device, peers=peer or None, rounds=rounds, threads=threads,
-                memory=memory or plot is not None, progress=told,
+                memory=memory or plot is not None, progress=show,
             )  # fmt: skip
     except ArgumentError as error:
         raise UsageError(f"--{error}") from error
@@ -83,7 +85,7 @@ def bench(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Yield what shows progress on a terminal's standard error. It is drawn between the turns, never during one."""
+    """Yield a function that shows progress on standard error, if it is a terminal; called only between measurements."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(
@@ -91,14 +93,14 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
     ) as bar:
         line = bar.add_task("", total=1.0)
 
-        def told(doing: str, done: float) -> None:
+        def show(doing: str, done: float) -> None:
             bar.update(line, description=doing, completed=done, refresh=True)
 
-        yield told
+        yield show
 
 
 def _print(report: Report) -> None:
-    """Print a table with a section for each case, then what it was measured on."""
+    """Print a table with a section for each case, then the machine and the versions."""
     weighed = any(row.memory_mib is not None for row in report.rows)
     columns = ("shape", "what", "peer", "ms", "ratio", "error", *(("MiB",) if weighed else ()))
     cases = [(row.shape, row.what) for row in report.rows]

@@ -32,17 +32,17 @@ def check(
     ] = None,
     namespace: Annotated[bool, typer.Option("--namespace", help="NAME is a module; no plugin is needed.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="List every check, and print what pytest said: the tracebacks.")
+        bool, typer.Option("--verbose", "-v", help="List every check, and print pytest's output with tracebacks.")
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
-    """Run every conformance check on a backend, and say what is right and what is not."""
+    """Run every conformance check on a backend, and list those that pass and those that fail."""
     from ..testing.check import run_check
 
     if pytest_args and not pytest_args[0].startswith("-"):
         raise UsageError(f"unexpected argument {pytest_args[0]!r}: one backend at a time; pytest's options follow --")
-    with _progress(name) as told:
-        report = run_check(name, namespace=namespace, pytest_args=pytest_args or (), progress=told)
+    with _progress(name) as show:
+        report = run_check(name, namespace=namespace, pytest_args=pytest_args or (), progress=show)
     if json_output:
         typer.echo(json.dumps(report.to_dict()))
     else:
@@ -53,22 +53,22 @@ def check(
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[engine.Progress], None]]:
-    """Yield what shows progress on a terminal's standard error: how many checks of how many, and the failures."""
+    """Yield a function that shows finished, total and failed checks on standard error, if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         line = bar.add_task(f"collecting the checks of {name}", total=None)
 
-        def told(now: engine.Progress) -> None:
+        def show(now: engine.Progress) -> None:
             if now.total:
                 failed = f", {now.failed} failed" if now.failed else ""
                 bar.update(line, description=f"checking {name}{failed}", completed=now.done, total=now.total)
 
-        yield told
+        yield show
 
 
 def _print(report: engine.Report, verbose: bool) -> None:
-    """Print a line for each group of checks, then what did not pass, one line a reason, what failed last, in sight."""
+    """Print a line for each group of checks, then a line for each reason why checks did not pass, failures last."""
     if verbose:
         typer.echo(report.output)
     groups: dict[str, dict[str, int]] = {}
@@ -83,7 +83,7 @@ def _print(report: engine.Report, verbose: bool) -> None:
     alike: dict[tuple[str, str], list[engine.Row]] = {}
     for row in sorted(report.rows, key=lambda row: row.outcome == "failed"):
         if verbose or row.outcome != "passed":
-            # Reasons that differ only in their numbers are one: an error's size, where in an array it was found.
+            # Group reasons that differ only in numbers, such as the size of an error or an index.
             reason = row.check if verbose else "".join(letter for letter in row.detail if letter.isalpha())
             alike.setdefault((row.outcome, reason), []).append(row)
     if alike:
@@ -98,7 +98,7 @@ def _named(rows: Sequence[engine.Row]) -> str:
 
 
 def _summary(report: engine.Report) -> Iterator[str]:
-    """Yield what it comes to, and where to look next."""
+    """Yield the totals, and the next command to run."""
     skipped = f", {report.skipped} skipped" if report.skipped else ""
     yield (
         f"{report.backend} {report.library_version}, kit {report.kit_version}: {report.passed} passed, "

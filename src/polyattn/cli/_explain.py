@@ -21,36 +21,36 @@ __all__ = ["explain"]
 
 
 def explain(
-    q: Annotated[str, typer.Option(metavar="SHAPE", help="Axes of the queries, 1,8,2048,64 for instance.")],
-    k: Annotated[str | None, typer.Option(metavar="SHAPE", help="Of the keys.", show_default="as --q")] = None,
-    v: Annotated[str | None, typer.Option(metavar="SHAPE", help="Of the values.", show_default="as --k")] = None,
+    q: Annotated[str, typer.Option(metavar="SHAPE", help="Shape of the queries, 1,8,2048,64 for instance.")],
+    k: Annotated[str | None, typer.Option(metavar="SHAPE", help="Shape of the keys.", show_default="as --q")] = None,
+    v: Annotated[str | None, typer.Option(metavar="SHAPE", help="Shape of the values.", show_default="as --k")] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
-    causal: Annotated[bool, typer.Option("--causal", help="No query sees a later key.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="No query attends to a later key.")] = False,
     window: Annotated[
-        str | None, typer.Option(metavar="LEFT,RIGHT", help="How far a query sees; an empty side is unbounded.")
+        str | None, typer.Option(metavar="LEFT,RIGHT", help="Keys before and after a query; empty is unbounded.")
     ] = None,
     q_offset: Annotated[int | None, typer.Option(help="Position of the first query.", show_default="n_k - n_q")] = None,
-    key_lengths: Annotated[int | None, typer.Option(help="Keys from here on are excluded.")] = None,
+    key_lengths: Annotated[int | None, typer.Option(help="Number of keys; later ones are excluded.")] = None,
     segments: Annotated[bool, typer.Option("--segments", help="With segment_ids.")] = False,
-    scale: Annotated[float | None, typer.Option(help="Of the scores.", show_default="1/√d_k")] = None,
+    scale: Annotated[float | None, typer.Option(help="Scale of the scores.", show_default="1/√d_k")] = None,
     softcap: Annotated[float | None, typer.Option(help="Bound of the scores.")] = None,
-    dropout: Annotated[float, typer.Option(help="Of the weights.")] = 0.0,
-    mask: Annotated[str | None, typer.Option(metavar="SHAPE", help="Axes of a mask.")] = None,
-    bias: Annotated[str | None, typer.Option(metavar="SHAPE", help="Axes of a bias.")] = None,
+    dropout: Annotated[float, typer.Option(help="Dropout of the weights.")] = 0.0,
+    mask: Annotated[str | None, typer.Option(metavar="SHAPE", help="Shape of a mask.")] = None,
+    bias: Annotated[str | None, typer.Option(metavar="SHAPE", help="Shape of a bias.")] = None,
     sinks: Annotated[bool, typer.Option("--sinks", help="With a sink for each head.")] = False,
     backend: Annotated[
-        str | None, typer.Option(help="Where to compute.", show_default="POLYATTN_BACKEND, else numpy")
+        str | None, typer.Option(help="The backend that computes.", show_default="POLYATTN_BACKEND, else numpy")
     ] = None,
     device: Annotated[str | None, typer.Option(help="A device of --backend, cuda:0 for instance.")] = None,
     kernel: Annotated[str | None, typer.Option(help="Force a kernel by name.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the tiles of the generic kernel, and what it skips.")
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the tiles of the generic kernel, and those it skips.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say which kernel would compute an attention problem, why no other, and how much work it is.
+    """Name the kernel for an attention problem, why the others are not used, and the amount of work.
 
-    Only shapes count: no array of that size is made. What a mask or a bias holds is not looked at.
+    Only shapes matter: no array of that size is made, and the values of a mask or a bias are not considered.
     """
     if dtype not in FLOAT_DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(FLOAT_DTYPES)}, got {dtype!r}")
@@ -76,7 +76,7 @@ def explain(
 
 
 def _draw(path: Path, shapes: dict[str, tuple[int, ...]], excluding: dict[str, Any]) -> None:
-    """Draw the tiles of a problem whose shapes fit together."""
+    """Draw the tiles of a problem with valid shapes."""
     from matplotlib.figure import Figure
 
     from ..plot import tile_schedule
@@ -91,10 +91,10 @@ def _draw(path: Path, shapes: dict[str, tuple[int, ...]], excluding: dict[str, A
 def _explanation(
     backend: str, device: str, dtype: str, shapes: dict[str, tuple[int, ...]], segments: bool, settings: dict[str, Any]
 ) -> Explanation:
-    """Ask about arrays of the backend's own that are one element wide in memory.
+    """Call ``functional.explain`` with arrays of the backend that have one element in memory.
 
-    The standard's ``broadcast_to`` makes a view of the element. JAX would write it out, so all of it happens where
-    the backend compiles: a traced array is a shape and a dtype. A trace hides the device, which is selected instead.
+    The standard's ``broadcast_to`` returns a view of the element. JAX would copy it, so this runs under the backend's
+    compiler, where a traced array is only a shape and a dtype. A traced array has no device, so it is selected.
     """
     from .. import functional, registry
     from ..selection import use_backend

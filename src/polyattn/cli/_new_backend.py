@@ -23,16 +23,16 @@ __all__ = ["new_backend", "render"]
 
 
 def new_backend(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name by which users will select the backend.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name by which users select the backend.")],
     namespace: Annotated[
         str | None,
         typer.Option(metavar="MODULE", help="The library's array API namespace.", show_default="NAME"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder to make.", show_default="polyattn-NAME")
+        Path | None, typer.Option(metavar="DIR", help="The folder to create.", show_default="polyattn-NAME")
     ] = None,
 ) -> None:
-    """Write the skeleton of a backend: a distribution that is found, computes, and runs the conformance kit."""
+    """Write the skeleton of a backend: a distribution with an entry point, and a test that runs the conformance kit."""
     module = _checked(name, namespace)
     if any(registry.same_name(name, other) for other in registry.names()):
         raise UsageError(f"NAME: there is a backend called {name!r} already, see polyattn backends; choose another")
@@ -49,7 +49,7 @@ def new_backend(
 def render(name: str, namespace: str) -> dict[str, str]:
     """Return the files of the skeleton, by path, for a backend of that name over a module of the array API."""
     home = _home(namespace)[0]
-    # array_api_compat.torch makes torch's arrays; what makes arrays of jaxlib is jax.numpy all the same.
+    # array_api_compat.torch creates arrays of torch; jax.numpy creates arrays of jaxlib, but the library is jax.
     library = namespace if home.startswith(namespace.partition(".")[0]) else home
     package = f"polyattn_{_slug(name).replace('-', '_')}"
     words = {
@@ -76,7 +76,7 @@ def render(name: str, namespace: str) -> dict[str, str]:
 
 
 def _checked(name: str, namespace: str | None) -> str:
-    """Return the namespace; raise where it or the name cannot stand in an entry point, a package and an import."""
+    """Return the namespace; raise if it or the name is not valid in an entry point, a package and an import."""
     if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?", name):
         raise UsageError(
             f"NAME: expected letters, digits, - and _, the first a letter and the last no sign, got {name!r}"
@@ -88,15 +88,15 @@ def _checked(name: str, namespace: str | None) -> str:
 
 
 def _slug(name: str) -> str:
-    """Return a backend's name as the name of a distribution spells it."""
+    """Return a backend's name as a part of a distribution's name."""
     return re.sub(r"[-_]+", "-", name).lower()
 
 
 def _home(namespace: str) -> tuple[str, str]:
-    """Return the package that defines a namespace's arrays, and what there is to say of it."""
+    """Return the package that defines a namespace's arrays, and a note, which may be empty."""
     try:
         array = importlib.import_module(namespace).asarray([0.0])
-    except Exception as cause:  # it is not here, or is no namespace
+    except Exception as cause:  # it is not installed, or is not a namespace
         return namespace.partition(".")[0], f"{namespace} is no namespace here ({cause}): its packages are guesses"
     try:
         owner = registry.owner(array)
@@ -109,16 +109,16 @@ def _home(namespace: str) -> tuple[str, str]:
 
 
 def _requirement(package: str) -> str:
-    """Return the distribution that installs a package: one of its own name where there is no other."""
+    """Return the distribution that installs a package; by default one of the same name."""
     providers = metadata.packages_distributions().get(package, [])
     named = package.replace("_", "-")
     return named if named in providers or not providers else providers[0]
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    """Write files into a new folder: all of them, or none."""
+    """Write files into a new folder atomically."""
     if folder.exists() or folder.is_symlink():
-        raise UsageError(f"--output: {folder} is there already; name another folder")
+        raise UsageError(f"--output: {folder} exists already; name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -1,4 +1,4 @@
-"""What several commands read from their options."""
+"""Parsing of options that several commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["read_axes", "read_window", "where"]
 
 
 def read_axes(option: str, text: str, least: int = 0) -> tuple[int, ...]:
-    """Read the lengths of axes, ``1,8,2048,64``; at least so many of them."""
+    """Parse a shape, ``1,8,2048,64``, with at least ``least`` axes."""
     if not re.fullmatch(r"\d+(,\d+)*", text) or text.count(",") + 1 < least:
         many = f"{least} or more lengths" if least else "lengths"
         raise UsageError(f"{option}: expected {many} of axes like 1,8,2048,64, got {text!r}")
@@ -18,7 +18,7 @@ def read_axes(option: str, text: str, least: int = 0) -> tuple[int, ...]:
 
 
 def read_window(option: str, text: str) -> tuple[int | None, int | None]:
-    """Read ``left,right``; an empty side is unbounded."""
+    """Parse ``left,right``; an empty side is unbounded."""
     if not re.fullmatch(r"\d*,\d*", text):
         raise UsageError(f"{option}: expected LEFT,RIGHT like 128,0 (an empty side is unbounded), got {text!r}")
     left, right = (int(side) if side else None for side in text.split(","))
@@ -26,7 +26,7 @@ def read_window(option: str, text: str) -> tuple[int | None, int | None]:
 
 
 def where(backend: str | None, device: str | None) -> tuple[str, str]:
-    """Return the backend and the device that the options, the selection in force or NumPy give, both usable."""
+    """Return a usable backend and device: those of the options, else the selected ones, else NumPy's."""
     from .. import registry
     from ..selection import selected
 

@@ -1,4 +1,4 @@
-"""Tables on the terminal, and in a file without a width."""
+"""Tables on the terminal, and of unlimited width in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def print_table(
     numbers: Collection[str] = (),
     sections: Collection[int] = (),
 ) -> None:
-    """Print a table; the columns ``numbers`` stand right, and a line follows each row of ``sections``."""
+    """Print a table; the columns ``numbers`` are aligned right, and a line follows each row of ``sections``."""
     table = Table()
     for index, column in enumerate(columns):
         right = column in numbers
@@ -26,6 +26,6 @@ def print_table(
     for index, row in enumerate(rows):
         table.add_row(*(Text(cell) for cell in row), end_section=index in sections)
     console = Console()
-    if not console.is_terminal:  # a file has no width: nothing is folded
+    if not console.is_terminal:  # a file has no width: lines are not wrapped
         console.width = 1000
     console.print(table)

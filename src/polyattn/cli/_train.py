@@ -18,18 +18,18 @@ __all__ = ["train"]
 def train(
     context: typer.Context,
     backend: Annotated[
-        str | None, typer.Option(help="Where to compute.", show_default="POLYATTN_BACKEND, else numpy")
+        str | None, typer.Option(help="The backend that computes.", show_default="POLYATTN_BACKEND, else numpy")
     ] = None,
     device: Annotated[str | None, typer.Option(help="A device of --backend, cuda:0 for instance.")] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = Config.dtype,
-    steps: Annotated[int, typer.Option(help="Steps in all, those before --resume included.")] = Config.steps,
-    batch: Annotated[int, typer.Option(help="Samples a step.")] = Config.batch,
-    sequence: Annotated[int, typer.Option(help="Rows a sample.")] = Config.sequence,
-    width: Annotated[int, typer.Option(help="Features a row.")] = Config.width,
+    steps: Annotated[int, typer.Option(help="Steps in total, with those before --resume.")] = Config.steps,
+    batch: Annotated[int, typer.Option(help="Samples in each step.")] = Config.batch,
+    sequence: Annotated[int, typer.Option(help="Rows of each sample.")] = Config.sequence,
+    width: Annotated[int, typer.Option(help="Features of each row.")] = Config.width,
     heads: Annotated[int, typer.Option(help="Attention heads, a divisor of the width.")] = Config.heads,
-    learning_rate: Annotated[float, typer.Option(help="Its peak, after 200 steps.")] = Config.learning_rate,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = Config.weight_decay,
-    seed: Annotated[int, typer.Option(help="Of parameters and samples.")] = Config.seed,
+    learning_rate: Annotated[float, typer.Option(help="The maximum, after 200 steps.")] = Config.learning_rate,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = Config.weight_decay,
+    seed: Annotated[int, typer.Option(help="Seed of parameters and samples.")] = Config.seed,
     data: Annotated[str | None, typer.Option(help="An npz file with X and Y, (samples, sequence, features).")] = None,
     output: Annotated[
         str | None, typer.Option(help="The folder of the run.", show_default="a new one in runs/")
@@ -40,7 +40,7 @@ def train(
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train attention to find the row with the largest first feature and copy it to every position."""
-    # What the user named, even with its default value: a resumed run keeps the rest of its settings.
+    # The options that the user passed, even with default values: a resumed run keeps its other settings.
     named = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") not in DEFAULTS]
     try:
         result = training.train(

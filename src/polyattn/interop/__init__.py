@@ -1,1 +1,1 @@
-"""Doors to other worlds: ONNX graphs, torch modules, Hugging Face's transformers. A module is imported by its name."""
+"""Interoperability with ONNX, torch, Hugging Face's transformers, Keras and Flax. Import each module by its name."""

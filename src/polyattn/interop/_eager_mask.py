@@ -1,4 +1,4 @@
-"""The masks that transformers' eager attention is given, without their n_q × n_k numbers where nobody reads them."""
+"""The masks of transformers' eager attention; the n_q × n_k array is made only when an operation reads it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ Tensor = Any
 
 
 class EagerMask(torch.Tensor):  # type: ignore[misc]  # torch is Any to the type checker
-    """Eager's floating mask (B, 1, n_q, n_k), 0 or the least number of the dtype, made when an operation reads it.
+    """Eager's floating mask (B, 1, n_q, n_k), 0 or the lowest number of the dtype, made when an operation reads it.
 
-    Some models compute with their mask: they slice it, extend it, add to it. They get the numbers that they would
-    get with eager attention. Most only hand it on; then `allowed` and `causal` say the same in less memory.
+    Some models compute with their mask: they slice it, extend it, add to it. They get the same values as with eager
+    attention. Most models only pass the mask on; then `allowed` and `causal` represent it in less memory.
 
     Attributes
     ----------
     allowed : Tensor (B, 1, n_q, n_k) or None
-        Boolean, True where a query may attend. None: everywhere, or below the diagonal where `causal` says so.
+        Boolean, True where a query may attend. None: everywhere, or on and below the diagonal if `causal`.
     causal : bool
         Whether query i may attend to keys 0 to i only.
     numbers : Tensor (B, 1, n_q, n_k) or None
-        What an operation has read, and may have written to; it counts from then on.
+        The mask as an array, once an operation has read it. An operation may write to it, so it then replaces
+        `allowed` and `causal`.
     """
 
     allowed: Tensor | None
@@ -45,7 +46,7 @@ class EagerMask(torch.Tensor):  # type: ignore[misc]  # torch is Any to the type
         return func(*args, **kwargs)
 
     def read(self) -> Tensor:
-        """Return the numbers, always the same tensor: what is written into it stays."""
+        """Return the mask as an array, the same tensor at each call, so that writes to it are kept."""
         if self.numbers is None:
             allowed = self.allowed
             if allowed is None:
@@ -60,11 +61,11 @@ def make_mask(
     *, batch_size: int, q_length: int, kv_length: int, dtype: Any = torch.float32, device: Any = "cpu",
     allow_is_causal_skip: bool = True, **arguments: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Return the mask that `eager_mask` would, None where it would: full attention needs none."""
+    """Return the mask that `eager_mask` returns, made lazily; None where it returns None."""
     arguments.update(batch_size=batch_size, q_length=q_length, kv_length=kv_length, device=device)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return eager_mask(dtype=dtype, **arguments)
-    # sdpa leaves out the triangle from the upper left, and the mask of one query that attends to every key.
+    # sdpa_mask returns None for a causal mask aligned at the upper left, and for one query that attends to every key.
     allowed = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **arguments)
     if allowed is None and not allow_is_causal_skip:
         return None

@@ -1,8 +1,8 @@
 """ONNX models on any backend: operators for ``onnx.reference.ReferenceEvaluator(new_ops=...)``.
 
-The evaluator hands over NumPy arrays and wants NumPy arrays back; what is
-between goes to the backend that is chosen. Attention as in opset 23 to 25,
-LayerNormalization, RMSNormalization, RotaryEmbedding, Softmax, LogSoftmax and Gelu.
+The evaluator passes NumPy arrays and expects NumPy arrays; the selected backend
+computes. Attention as in opset 23 to 25, LayerNormalization, RMSNormalization,
+RotaryEmbedding, Softmax, LogSoftmax and Gelu.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def operators(backend: str | None = None, device: str | None = None) -> list[typ
     Parameters
     ----------
     backend : str, optional
-        Where the operators compute; the default is what is selected when the model runs, else NumPy.
+        The backend that computes; by default the one selected when the model runs, else NumPy.
     device : str, optional
         A device of that backend.
 
     Returns
     -------
     list of classes
-        Subclasses of ``onnx.reference.op_run.OpRun``. All other operators of a model stay the evaluator's own.
-        Scores, softmax and norms are in float32 at least, whatever ``softmax_precision`` and ``stash_type``
-        allow. float16 and bfloat16 are computed in float32 where the backend has no such dtype.
+        Subclasses of ``onnx.reference.op_run.OpRun``. The evaluator computes all other operators of a model.
+        Scores, softmax and norms are computed in float32 at least, even if ``softmax_precision`` or ``stash_type``
+        allows less. float16 and bfloat16 are computed in float32 if the backend lacks the dtype.
 
     Raises
     ------
@@ -60,9 +60,10 @@ def operators(backend: str | None = None, device: str | None = None) -> list[typ
 
     Notes
     -----
-    https://onnx.ai/onnx/operators/onnx__Attention.html. A row that may attend to nothing is zeros, and what
-    stands at an excluded key reaches nothing. ``qk_matmul_output`` in the modes 0 to 2 is the log-sum-exp of
-    each key alone. The statistics of LayerNormalization are taken on the host, where a model asks for them.
+    https://onnx.ai/onnx/operators/onnx__Attention.html. The output of a query that may attend to no key is zeros,
+    and the values at excluded keys, NaN for instance, do not affect any result. ``qk_matmul_output`` in the modes 0
+    to 2 is computed as the log-sum-exp over one key at a time. The statistics of LayerNormalization are computed by
+    NumPy, if the model uses them.
 
     Examples
     --------
@@ -98,7 +99,7 @@ def operators(backend: str | None = None, device: str | None = None) -> list[typ
 
         return type(name, (OpRun,), {"op_domain": "", "_run": run, "__doc__": compute.__doc__})
 
-    with scope():  # what is misspelt is told here, and not by the first node that runs
+    with scope():  # an unknown backend or device raises here, not at the first node
         return [operator(name, compute) for name, compute in OPERATORS.items()]
 
 
@@ -109,7 +110,7 @@ class _Problem(NamedTuple):
     k: Host
     v: Host
     shaping: dict[str, Any]  # scale, softcap
-    excluding: dict[str, Any]  # all others but the bias
+    excluding: dict[str, Any]  # all other arguments except the bias
     bias: Host | None
 
 
@@ -147,11 +148,11 @@ def _problem(
     q: Host, k: Host, v: Host, attn_mask: Host | None, offset: int | Host, lengths: Host | None, *, is_causal: int = 0,
     scale: float | None = None, softcap: float | None = None, left_window_size: int = -1, right_window_size: int = -1,
 ) -> _Problem:  # fmt: skip
-    """Say in polyattn's arguments what the node's attributes and its mask mean."""
+    """Return polyattn's arguments for the node's attributes and mask."""
     mask = bias = None
     if attn_mask is not None:
         boolean = attn_mask.dtype == np.bool_
-        # The last axis may be shorter than the keys: what it does not reach is excluded.
+        # The last axis may be shorter than the number of keys: the remaining keys are excluded.
         missing = max(k.shape[2] - attn_mask.shape[-1], 0) if attn_mask.ndim else 0
         if not boolean:
             attn_mask = attn_mask.astype(q.dtype)
@@ -171,7 +172,7 @@ def _scores(problem: _Problem, mode: int) -> Host:
     if mode == 3:
         return np.asarray(attention_weights(q, k, bias=bias, **shaping, **excluding))
     if mode == 2:
-        # Where any two scores are alike, a weight says only whether it is excluded.
+        # With equal scores a weight is positive exactly where the pair is not excluded.
         level = None if bias is None else np.where(np.isneginf(bias), bias, np.zeros_like(bias))
         even = attention_weights(0 * np.ones_like(q), 0 * np.ones_like(k), bias=level, **excluding)
         scores = _each_key_alone(q, k, bias, **shaping)
@@ -182,7 +183,7 @@ def _scores(problem: _Problem, mode: int) -> Host:
 
 
 def _each_key_alone(q: Host, k: Host, bias: Host | None, **shaping: Any) -> Host:
-    """Return the scores: over one key, the log-sum-exp is its score. Each key is a batch entry of its own."""
+    """Return the scores: each key is a batch entry of its own, and the log-sum-exp over one key is its score."""
     keys = np.moveaxis(k, 2, 0)[..., None, :]  # (n_k, B, H_kv, 1, d)
     if bias is not None:
         bias = np.broadcast_to(bias, (*q.shape[:3], k.shape[2]))

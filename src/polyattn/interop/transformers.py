@@ -1,9 +1,9 @@
 """Attention for Hugging Face's models: ``AutoModel.from_pretrained(..., attn_implementation="polyattn")``.
 
-Models that go through transformers' ``AttentionInterface`` hand over queries, keys and values after their own
-projections and rotary embedding, and a mask. The results are those of transformers' eager attention: the models get
-the masks that they would get with ``"eager"``, and the mask alone says which keys count. Softcap, sinks, position
-biases and grouped heads are arguments of attention here, and exact.
+Models that use transformers' ``AttentionInterface`` pass queries, keys and values after their own projections and
+rotary embedding, and a mask. The results equal those of transformers' eager attention: the models get the same masks
+as with ``"eager"``, and only the mask excludes keys. Softcap, sinks, position biases and grouped heads are arguments
+of :func:`polyattn.attention`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNKNOWN = {
     "block_table": "continuous batching needs a paged implementation, such as sdpa",
     "read_index": "continuous batching needs a paged implementation, such as sdpa",
 }  # fmt: skip
-"""Arguments of some models' attention that change its result and that polyattn does not compute, and why."""
+"""Arguments of some models' attention that change its result and that polyattn does not support, and why."""
 
 
 def register(name: str = "polyattn", *, backend: str | None = None) -> None:
@@ -36,10 +36,10 @@ def register(name: str = "polyattn", *, backend: str | None = None) -> None:
     Parameters
     ----------
     name : str
-        What to give a model as ``attn_implementation``, or ``model.set_attn_implementation``.
+        The name to pass as ``attn_implementation``, or to ``model.set_attn_implementation``.
     backend : str, optional
-        Where attention is computed: by default the selection in force at the call, else torch. Gradients come
-        back from every backend.
+        The backend that computes attention: by default the one selected at the call, else torch. Every backend
+        returns gradients to torch.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def register(name: str = "polyattn", *, backend: str | None = None) -> None:
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
         mask, causal = structure(attention_mask)
-        arguments["is_causal"] = causal  # eager attention ignores what the model says: its masks are complete
+        arguments["is_causal"] = causal  # eager attention ignores the model's is_causal: its masks are complete
         return attention_forward(module, query, key, value, mask, backend=backend, **arguments)
 
     AttentionInterface.register(name, forward)
@@ -83,7 +83,7 @@ def attention_forward(
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, output_attentions: bool = False,
     backend: str | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute attention as transformers asks for it.
+    """Compute attention with the signature of transformers' ``AttentionInterface``.
 
     Parameters
     ----------
@@ -92,10 +92,10 @@ def attention_forward(
     query : Tensor (B, H, n_q, d)
     key, value : Tensor (B, H_kv, n_k, d)
     attention_mask : Tensor (B, 1 or H, n_q, n_k), optional
-        Boolean, True where a query may attend; or floating, to be added, the least number of the dtype or less where
-        it may not. None: everywhere, or as `is_causal` says.
+        Boolean, True where a query may attend; or floating, added to the scores, with the lowest number of the dtype
+        or −inf where a query may not attend. None: no mask, or causal attention if `is_causal`.
     is_causal : bool, optional
-        Whether query i may attend to keys 0 to i only, where there is no mask. None: as ``module.is_causal`` says.
+        Whether query i may attend to keys 0 to i only, if there is no mask. None: ``module.is_causal``.
     dropout, scaling, softcap : float, optional
         Dropout takes its seed from torch's generator.
     s_aux : Tensor (H,), optional
@@ -103,7 +103,7 @@ def attention_forward(
     position_bias : Tensor, optional
         Added to the scores.
     output_attentions : bool
-        Whether the weights, before dropout, are asked for.
+        Whether to return the weights, before dropout.
 
     Returns
     -------
@@ -112,8 +112,8 @@ def attention_forward(
     Raises
     ------
     ArgumentError
-        If the model hands over something that would change the result and is not understood, or if there are several
-        queries, no mask, and neither `is_causal` nor the module says whether attention is causal.
+        If the model passes an unknown argument that would change the result, or if there are several queries, no
+        mask, and neither `is_causal` nor ``module.is_causal``.
     """
     from .torch import attention
 
@@ -123,7 +123,7 @@ def attention_forward(
     mask, bias = _mask_and_bias(attention_mask, position_bias)
     arguments: dict[str, Any] = {
         "mask": mask, "bias": bias, "sinks": s_aux, "scale": scaling, "softcap": softcap, "backend": backend,
-        # Without a mask it is the usual triangle from the upper left: a longer cache has room to the right.
+        # Without a mask, causal attention is aligned at the upper left: a longer cache has unused positions at its end.
         "causal": attention_mask is None and query.shape[2] > 1 and _causal(module, is_causal), "q_offset": 0,
     }  # fmt: skip
     out = attention(query, key, value, dropout=dropout, seed=_seed(dropout), **arguments)
@@ -141,7 +141,7 @@ def _causal(module: Any, is_causal: bool | None) -> bool:
 
 
 def _mask_and_bias(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Tell what excludes from what is added: models write exclusion as the least finite number too."""
+    """Separate exclusion from the bias: models write exclusion as the lowest finite number too."""
     if mask is None or not mask.is_floating_point():
         return mask, bias
     import torch

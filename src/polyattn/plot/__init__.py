@@ -1,7 +1,7 @@
-"""Pictures of attention: maps by head, masks, the tiles of a problem, learning curves. They need matplotlib.
+"""Plots of attention: maps by head, masks, the tiles of a problem, learning curves. They need matplotlib.
 
-Each function draws into the Axes that it is given, or makes some with ``matplotlib.pyplot``, and returns
-Axes: save with ``axes.figure.savefig("file.png")``, show with ``matplotlib.pyplot.show()``.
+Each function draws into the given Axes, or creates Axes with ``matplotlib.pyplot``, and returns them: save with
+``axes.figure.savefig("file.png")``, show with ``matplotlib.pyplot.show()``.
 """
 
 from ._attention_map import attention_map

@@ -28,28 +28,28 @@ def attention_map(
     title: str | None = None,
     figure: Figure | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Draw attention weights, a panel for each head, all on one scale of colours.
+    """Draw attention weights, a panel for each head, all on the same colour scale.
 
     Parameters
     ----------
     weights : array (H, n_q, n_k) or (n_q, n_k)
-        Of any library; what :func:`polyattn.attention_weights` returns for one entry of a batch.
+        Of any library; the result of :func:`polyattn.attention_weights` for one entry of a batch.
     queries, keys : sequence of str, optional
-        Words for the positions; they are written where there are at most 48.
+        Labels of the positions; drawn if there are at most 48.
     title : str, optional
-        Above all panels.
+        The title of the figure.
     figure : matplotlib Figure, optional
-        An empty one to draw into; by default a new one. It gets the size that the panels need.
+        An empty figure to draw into, which is resized; by default a new one.
 
     Returns
     -------
     array of Axes, (rows, columns)
-        The first 16 heads. The Axes after the last head are not visible.
+        One for each of the first 16 heads. Axes after the last head are invisible.
 
     Raises
     ------
     ShapeError
-        If there are not two or three axes, or not as many words as positions.
+        If ``weights`` does not have two or three axes, or the number of labels differs from that of positions.
     BackendUnavailableError
         If matplotlib is missing.
 
@@ -99,7 +99,7 @@ def _checked(weights: Array, queries: Sequence[str] | None, keys: Sequence[str] 
 
 
 def _panels(figure: Figure | None, rows: int, columns: int) -> np.ndarray[Any, Any]:
-    """Return a grid of Axes in a figure of a size to fit."""
+    """Return a grid of Axes in a figure, and set its size."""
     if figure is None:
         from matplotlib import pyplot
 

@@ -1,4 +1,4 @@
-"""What all pictures share: where they are drawn, and how positions are labelled."""
+"""What all plots share: Axes, conversion to NumPy and labels of positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_LABELS = 48
 
 
 def drawable(axes: Axes | None, size: tuple[float, float]) -> Axes:
-    """Return the Axes to draw into: those given, or the only ones of a new figure of that size in inches."""
+    """Return the given Axes, or those of a new figure of that size in inches."""
     expect_matplotlib()
     if axes is not None:
         return axes
@@ -31,19 +31,19 @@ def drawable(axes: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def expect_matplotlib() -> None:
-    """Raise what to install where matplotlib is missing."""
+    """Raise BackendUnavailableError with the command to install matplotlib, if it is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendUnavailableError('plot: it needs matplotlib; install it with: pip install "polyattn[plot]"')
 
 
 def on_host(x: Any) -> np.ndarray[Any, Any]:
-    """Return an array of any library as NumPy's, in float64 where it holds numbers."""
+    """Convert an array of any library to NumPy, and to float64 unless it is boolean."""
     host = np.asarray(x if isinstance(x, np.ndarray | list | tuple) else to_backend(x, "numpy"))
     return host if host.dtype == bool else host.astype(np.float64)
 
 
 def label_positions(axes: Axes, queries: Sequence[str] | int, keys: Sequence[str] | int) -> None:
-    """Put queries down the side and keys along the bottom: their words where there are some, else their numbers."""
+    """Label queries on the y axis and keys on the x axis, by their names or by position."""
     for names, axis, label in ((keys, axes.xaxis, "key"), (queries, axes.yaxis, "query")):
         length = names if isinstance(names, int) else len(names)
         if isinstance(names, int) or length > MOST_LABELS:
@@ -57,5 +57,5 @@ def label_positions(axes: Axes, queries: Sequence[str] | int, keys: Sequence[str
 
 
 def plain(axes: Axes) -> None:
-    """Leave out the frame's upper and right side."""
+    """Hide the upper and right side of the frame."""
     axes.spines[["top", "right"]].set_visible(False)

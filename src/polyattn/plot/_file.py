@@ -1,4 +1,4 @@
-"""A picture as a file: checked before the work, written whole or not at all."""
+"""Writing a plot to a file, atomically, and checking beforehand that it can be written."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["expect_writable", "write_png"]
 
 
 def expect_writable(path: Path) -> None:
-    """Require matplotlib, a name that ends in .png and a folder that is there.
+    """Require matplotlib, a name that ends in .png and an existing folder.
 
     Raises
     ------
     BackendUnavailableError
         If matplotlib is missing.
     ArgumentError
-        If the file is no PNG, or its folder does not exist.
+        If the name does not end in .png, or the folder does not exist.
     """
     expect_matplotlib()
     if path.suffix.lower() != ".png":
@@ -34,7 +34,7 @@ def expect_writable(path: Path) -> None:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure."""
+    """Write a figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     write_bytes(path, buffer.getvalue())

@@ -1,4 +1,4 @@
-"""A loss over the steps of a training."""
+"""The loss over the steps of a training."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def learning_curve(
     axes: Axes | None = None,
     title: str | None = None,
 ) -> Axes:
-    """Draw a loss over the steps, on a logarithmic axis: each step's, and the running median where there are many.
+    """Draw the loss of each step on a logarithmic axis, and the running median if there are many steps.
 
     Parameters
     ----------
     steps, losses : sequences of the same length
-        What was measured, and when.
+        The steps, and the loss of each.
     baseline : float, optional
-        A loss to compare with, above 0: that of predicting the mean, for instance.
+        A positive loss to compare with, that of predicting the mean for instance.
     baseline_label : str
-        What it is.
+        The label of the baseline.
     axes : matplotlib Axes, optional
         Where to draw; by default in a new figure.
     title : str, optional
@@ -42,12 +42,12 @@ def learning_curve(
     Returns
     -------
     Axes
-        With labelled lines and no legend yet, so that it may go where there is room.
+        With labelled lines but without a legend.
 
     Raises
     ------
     ShapeError
-        If there are no steps, or not as many as losses.
+        If there are no steps, or the numbers of steps and losses differ.
     BackendUnavailableError
         If matplotlib is missing.
 

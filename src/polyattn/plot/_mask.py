@@ -1,4 +1,4 @@
-"""Which query may attend to which key."""
+"""A plot of the keys to which each query may attend."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 __all__ = ["mask"]
 
 COLOURS = ("#f2f2f2", "#0072B2")  # excluded, allowed
-GRID = 40  # positions up to which each pair is a square of its own
+GRID = 40  # the most positions with grid lines between them
 
 
 def mask(n_q: int, n_k: int, *, axes: Axes | None = None, title: str | None = None, **arguments: Any) -> Axes:
-    """Draw which query may attend to which key.
+    """Draw the keys to which each query may attend.
 
     Parameters
     ----------
     n_q, n_k : int
-        Queries and keys.
+        The numbers of queries and keys.
     axes : matplotlib Axes, optional
         Where to draw; by default in a new figure.
     title : str, optional
-        By default the share of the pairs that are allowed.
+        By default the fraction of allowed pairs.
     **arguments
-        What excludes, as in :func:`polyattn.attention`: mask, bias, causal, q_offset, window, key_lengths,
-        segment_ids. They have no axes but those of queries and keys.
+        Arguments of :func:`polyattn.attention` that exclude keys: mask, bias, causal, q_offset, window, key_lengths,
+        segment_ids, without axes for heads or a batch.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def mask(n_q: int, n_k: int, *, axes: Axes | None = None, title: str | None = No
     Raises
     ------
     ShapeError, DTypeError, ArgumentError
-        What :func:`polyattn.attention` raises, also where an argument tells heads or entries of a batch apart.
+        As :func:`polyattn.attention`, and if an argument has an axis for heads or a batch.
     BackendUnavailableError
         If matplotlib is missing.
 
@@ -70,7 +70,7 @@ def mask(n_q: int, n_k: int, *, axes: Axes | None = None, title: str | None = No
 
 
 def _allowed(n_q: int, n_k: int, arguments: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Ask attention itself: equal scores give each allowed key a weight, and no other."""
+    """Return the allowed pairs, by attention with equal scores: the weight of a pair is positive if it is allowed."""
     if n_q < 1 or n_k < 1:
         raise ShapeError(f"n_q, n_k: expected 1 or more, got {n_q} and {n_k}")
     host = {name: on_host_or_plain(x) for name, x in arguments.items()}
@@ -80,7 +80,7 @@ def _allowed(n_q: int, n_k: int, arguments: dict[str, Any]) -> np.ndarray[Any, A
 
 
 def on_host_or_plain(x: Any) -> Any:
-    """Bring arrays to the host, pairs of them too, and leave everything else as it is."""
+    """Convert arrays, and pairs of arrays, to NumPy; return everything else unchanged."""
     if isinstance(x, tuple) and any(hasattr(part, "shape") for part in x):
         return tuple(map(on_host_or_plain, x))
     if not getattr(x, "shape", ()):

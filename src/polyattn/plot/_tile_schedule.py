@@ -1,4 +1,4 @@
-"""The tiles of a problem: which the generic kernel skips, which need a mask, in which order they are computed."""
+"""A plot of the generic kernel's tiles: those skipped, those that need a mask, and the order of computation."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def tile_schedule(
     key_lengths: int | None = None,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw the tiles of the generic kernel: skipped, with a mask, or whole, and the order in which they come.
+    """Draw the tiles of the generic kernel (skipped, with a mask, or whole), and the order of computation.
 
     Parameters
     ----------
     n_q, n_k : int
-        Queries and keys.
+        The numbers of queries and keys.
     heads : int
-        Heads of all entries of a batch together: the more there are, the smaller is a tile.
+        The number of heads times the size of the batch: the larger, the smaller are the tiles.
     causal, q_offset, window, key_lengths
-        As in :func:`polyattn.attention`; what they exclude altogether is not computed. Of other arguments,
-        or of arrays, nothing is known beforehand.
+        As in :func:`polyattn.attention`; tiles in which they exclude every pair are skipped. Other arguments, and
+        arrays, do not skip tiles.
     axes : matplotlib Axes, optional
         Where to draw; by default in a new figure.
 
@@ -85,7 +85,7 @@ def tile_schedule(
 
 
 def _tile(axes: Axes, box: tuple[int, int, int, int], whole: bool, number: int, count: int) -> None:
-    """Draw one tile, with its place in the order where there is room for it."""
+    """Draw one tile, with its number in the order of computation if there are not too many."""
     from matplotlib.patches import Rectangle
 
     x, y, width, height = box

@@ -1,4 +1,4 @@
-"""The conformance kit: what a backend must get right, as checks that anyone can run.
+"""The conformance kit: the checks that every backend must pass.
 
 For the author of a plugin, whose backend is called ``mylib``::
 
@@ -10,10 +10,10 @@ and, before there is a plugin, for any library whose arrays have
 
     polyattn check --namespace mylib
 
-What a backend is known to get wrong it says itself, in an attribute
-``expected_failures = {check: reason}``. A check is named as the report names it:
+A backend declares its known failures in the attribute
+``expected_failures = {check: reason}``. Names of checks are those of the report:
 ``attention.forward[causal]`` for one case, ``attention.forward`` for all of
-them. The declaration is strict: where the check passes, the run fails.
+them. The declaration is strict: if the check passes, the run fails.
 
 Requires ``polyattn[test]``. The parts: :mod:`~polyattn.testing.plugin` (the
 pytest plugin and its fixtures), :mod:`~polyattn.testing.references` (float64

@@ -1,4 +1,4 @@
-"""What became of each check, as it is written into a report."""
+"""Collecting the outcome of each check, and writing the report."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NOTE = "polyattn_check"
 
 
 class Recorder:
-    """Collects the outcomes in the process that hears of all of them: with pytest-xdist, the one that runs no test.
+    """Collects the outcomes in the main process, to which pytest-xdist's workers report.
 
-    ``report`` is the file for the results, ``progress`` the file that says how far the run is: how many checks there
-    are, then the outcome of each, a word a line.
+    ``report`` is the file for the results. ``progress`` is a file with one word on each line: the number of checks,
+    then the outcome of each finished check.
     """
 
     def __init__(self, target: Target, report: str | None, progress: str | None) -> None:
@@ -32,22 +32,22 @@ class Recorder:
         self.left_out = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Say how many checks there are."""
+        """Write the number of checks."""
         self._tell(str(len(session.items)))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        """Say how many there are where worker processes collect them; all collect the same."""
+        """Write the number of checks that worker processes collect; it is the same in each."""
         if self.progress is not None and not Path(self.progress).exists():
             self._tell(str(len(ids)))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Take over from a worker how many checks were left out."""
+        """Read from a worker the number of checks that were left out."""
         self.left_out = getattr(node, "workeroutput", {}).get(NOTE, self.left_out)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note an outcome; a failure outlasts whatever else is said of its check."""
+        """Record an outcome; a later one does not replace a failure of the same check."""
         if not hasattr(report, NOTE):
             return
         check, outcome, detail = getattr(report, NOTE)
@@ -57,7 +57,7 @@ class Recorder:
             self.rows[check] = {"check": check, "outcome": outcome, "detail": detail}
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report; a worker only says what it left out."""
+        """Write the report; a worker only reports the number of checks that it left out."""
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput[NOTE] = self.left_out
         elif self.report:

@@ -23,7 +23,7 @@ Make = Callable[..., Array]
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem on the host: the inputs, the arguments, and the upstream gradients."""
+    """One attention problem in NumPy: the inputs, the arguments, and the upstream gradients."""
 
     inputs: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
     arguments: dict[str, Any]
@@ -36,7 +36,7 @@ class Problem:
         return (q, k, v), {name: self._native(x, make, dtype) for name, x in self.arguments.items()}
 
     def rounded(self, to_np: Callable[[Array], NDArray[Any]], make: Make, dtype: str) -> Problem:
-        """Return the problem with every value as ``dtype`` holds it, so that a reference sees the same numbers."""
+        """Return the problem with every value rounded to ``dtype``, so that a reference has the same inputs."""
 
         def round_to(x: Any) -> Any:
             is_float = isinstance(x, np.ndarray) and x.dtype.kind == "f"
@@ -57,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A named recipe for a problem: the shapes and, from a generator and the shape of the scores, the arguments."""
+    """A named problem: the shapes, and a function that generates the arguments for the shape of the scores."""
 
     name: str
     arguments: Callable[[np.random.Generator, Shape], dict[str, Any]]
@@ -80,7 +80,7 @@ def _static(**arguments: Any) -> Callable[[np.random.Generator, Shape], dict[str
 
 
 def _mask(*shape: int, **others: Any) -> Callable[[np.random.Generator, Shape], dict[str, Any]]:
-    """Draw a mask of that shape in which two thirds may attend."""
+    """Generate a mask of that shape in which two thirds of the pairs may attend."""
     return lambda rng, _: {"mask": rng.random(shape) < 2 / 3, **others}
 
 
@@ -93,7 +93,7 @@ def _sinks(**others: Any) -> Callable[[np.random.Generator, Shape], dict[str, An
 
 
 def _excluding_bias(rng: np.random.Generator, shape: Shape) -> dict[str, Any]:
-    """Draw a bias in which a third is −inf, and the whole of one row."""
+    """Generate a bias in which a third of the elements, and one whole row, is −inf."""
     bias = np.where(rng.random(shape) < 1 / 3, -np.inf, rng.standard_normal(shape))
     bias[..., 1, :] = -np.inf
     return {"bias": bias}

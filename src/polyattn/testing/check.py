@@ -1,4 +1,4 @@
-"""Run the whole kit on one backend, and say what is right and what is not."""
+"""Run the whole kit on one backend, and report the checks that pass and those that fail."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .version import KIT_VERSION
 
 __all__ = ["Progress", "Report", "Row", "run_check"]
 
-# The kit's own settings: a pytest configuration that lies about does not reach it.
+# The kit's own settings, so that it ignores other configurations of pytest.
 _SETTINGS = "[pytest]\nfilterwarnings =\n    error::RuntimeWarning\nxfail_strict = true\n"
 
 
 class Progress(NamedTuple):
-    """How far a run is: checks that are done, of how many (0 while they are collected), and failures so far."""
+    """The progress of a run: finished checks, all checks (0 while they are collected), and failures."""
 
     done: int
     total: int
@@ -39,7 +39,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One check: its name, ``"passed"``, ``"failed"``, ``"declared"`` or ``"skipped"``, and why."""
+    """One check: its name, the outcome ``"passed"``, ``"failed"``, ``"declared"`` or ``"skipped"``, and the reason."""
 
     check: str
     outcome: str
@@ -48,12 +48,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What the kit found.
+    """The results of the kit.
 
-    ``passed``, ``failed``, ``declared`` (failures that the plugin itself
-    expects) and ``skipped`` are the numbers of such rows; ``left_out`` is how
-    many checks were not run because they need a plugin. ``output`` is what pytest
-    printed, ``versions`` has polyattn, Python, NumPy and pytest. ``owner`` is the
+    ``passed``, ``failed``, ``declared`` (failures that the plugin declares) and
+    ``skipped`` are the numbers of such rows; ``left_out`` is the number of checks
+    that were not run because they need a plugin. ``output`` is the output of
+    pytest; ``versions`` has polyattn, Python, NumPy and pytest. ``owner`` is the
     plugin that owns the arrays of a namespace, and so computes with them.
     """
 
@@ -71,26 +71,26 @@ class Report:
 
     @property
     def passed(self) -> int:
-        """How many checks passed."""
+        """The number of checks that passed."""
         return self._count("passed")
 
     @property
     def failed(self) -> int:
-        """How many failed without being declared, or passed though a failure was declared."""
+        """The number that failed without a declaration, or passed although a failure is declared."""
         return self._count("failed")
 
     @property
     def declared(self) -> int:
-        """How many failed as the plugin says that they do."""
+        """The number that failed as declared by the plugin."""
         return self._count("declared")
 
     @property
     def skipped(self) -> int:
-        """How many could not be run here, each with its reason."""
+        """The number that could not be run on this machine, each with its reason."""
         return self._count("skipped")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data, ready for JSON."""
+        """Return the report as dicts and lists, for JSON."""
         return {
             "backend": self.backend,
             "library_version": self.library_version,
@@ -119,7 +119,7 @@ def run_check(
     pytest_args: Sequence[str] = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Run every check on a backend, in a process of its own.
+    """Run every check on a backend, in a new process.
 
     Parameters
     ----------
@@ -128,16 +128,16 @@ def run_check(
     namespace : bool
         Whether ``name`` is a module.
     pytest_args : sequence of str
-        Passed on, ``("-k", "attention")`` for instance.
+        More arguments for pytest, ``("-k", "attention")`` for instance.
     progress : callable, optional
         Called a few times a second with a :class:`Progress`.
 
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        If there is no such backend or module, or it cannot be used here.
+        If there is no such backend or module, or it cannot be used on this machine.
     PolyattnError
-        If the checks could not be run at all; the message ends with what pytest said.
+        If the checks could not be run at all; the message ends with pytest's output.
     """
     if importlib.util.find_spec("pytest") is None:
         raise PolyattnError('the conformance kit needs pytest; install it with: pip install "polyattn[test]"')
@@ -167,7 +167,7 @@ def run_check(
 def _run_kit(
     folder: Path, name: str, namespace: bool, pytest_args: Sequence[str], progress: Callable[[Progress], None] | None
 ) -> tuple[int, str]:
-    """Run pytest in a process of its own, telling of its progress; return its exit code and what it printed."""
+    """Run pytest in a new process and report its progress; return its exit code and its output."""
     settings, done, printed = folder / "pytest.ini", folder / "progress", folder / "output"
     settings.write_text(_SETTINGS, encoding="utf-8")
     option = "--polyattn-namespace" if namespace else "--polyattn-backend"
@@ -188,22 +188,22 @@ def _run_kit(
                 except subprocess.TimeoutExpired:
                     continue
         finally:
-            run.kill()  # for an interrupt; where it has ended this does nothing
+            run.kill()  # after an interrupt; no effect if it has ended
             run.wait()
     return run.returncode, printed.read_text(encoding="utf-8", errors="replace")
 
 
 def _read_progress(path: Path) -> Progress:
-    """Read what the pytest plugin wrote so far: how many checks there are, then the outcome of each, a word a line."""
+    """Read the pytest plugin's progress file: the number of checks, then the outcome of each, on one line each."""
     words = path.read_text(encoding="utf-8").split() if path.exists() else []
     return Progress(max(len(words) - 1, 0), int(words[0]) if words else 0, words.count("failed"))
 
 
 def _owner_in(name: str) -> str:
-    """Return the name of the plugin that owns a namespace's arrays, "" for none; raise where it is no namespace."""
+    """Return the name of the plugin that owns a namespace's arrays, "" if none; raise if it is not a namespace."""
     try:
         module = importlib.import_module(name)
-    except Exception as cause:  # whatever importing it raises; ValueError for no name at all
+    except Exception as cause:  # any error of the import; ValueError for an empty name
         raise UnknownBackendError(f"namespace: the module {name!r} cannot be imported here: {cause}") from cause
     if missing := [function for function in FUNCTIONS if not hasattr(module, function)]:
         raise UnknownBackendError(

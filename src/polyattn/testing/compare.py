@@ -1,4 +1,4 @@
-"""How close is close enough, and central differences."""
+"""Comparison within tolerances, and central differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = ["TOLERANCES", "assert_close", "central_differences", "slopes_agree"]
 
 TOLERANCES = {"float64": 1e-11, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
-"""The largest error, relative to the largest magnitude expected; in low precision, two units in the last place."""
+"""The largest error relative to the largest expected magnitude; in low precision, two units in the last place."""
 
 
 def assert_close(
@@ -26,8 +26,8 @@ def assert_close(
     dtype : str
         The precision of the computation, a key of ``TOLERANCES``.
     scale : float, optional
-        What the error is measured against. The default is the largest finite magnitude
-        in ``expected``; give it where mathematics makes ``expected`` zero.
+        The magnitude to which the error is relative. The default is the largest finite
+        magnitude in ``expected``; pass it if ``expected`` is mathematically zero.
     what : str
         The name in the message.
     """
@@ -49,7 +49,7 @@ def assert_close(
 
 
 def central_differences(function: Callable[[Any], float], x: ArrayLike, step: float = 1e-6) -> NDArray[np.float64]:
-    """Return the gradient of a number-valued function of one array, element by element."""
+    """Return the gradient of a scalar function of one array, element by element."""
     point = np.array(x, dtype=np.float64)
     slope = np.zeros_like(point)
     for index in np.ndindex(point.shape):
@@ -72,8 +72,8 @@ def slopes_agree(
 ) -> None:
     """Fail unless the gradients agree with central differences of ``function`` along random directions.
 
-    Each argument is moved on its own along three directions. The error is
-    relative to the gradient's length times the direction's.
+    Each argument is varied separately along three directions. The error is
+    relative to the norm of the gradient times that of the direction.
     """
     rng = np.random.default_rng(20)
     for position, (argument, gradient) in enumerate(zip(arguments, gradients, strict=True)):

@@ -1,4 +1,4 @@
-"""What a backend lacks, as the reason of a skip. The table is :data:`polyattn.backend.FEATURES`."""
+"""Skipping tests by the features that a backend lacks. The table is :data:`polyattn.backend.FEATURES`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["lacking", "need"]
 
 
 def lacking(target: Target, *names: str) -> str | None:
-    """Return which of these features the library under test lacks, and why; None where it has them all."""
+    """Return which of these features the library under test lacks, and why; None if it has them all."""
     backend = GenericBackend(target.xp) if target.contract is None else target.contract
     for name in names:
         found = feature_of(backend, name)
@@ -22,7 +22,7 @@ def lacking(target: Target, *names: str) -> str | None:
 
 
 def need(target: Target, *names: str) -> None:
-    """Skip the test where the library under test lacks one of these features."""
+    """Skip the test if the library under test lacks one of these features."""
     reason = lacking(target, *names)
     if reason is not None:
         pytest.skip(reason)

@@ -2,13 +2,13 @@
 
 Options: ``--polyattn-backend=NAME`` (numpy by default) or
 ``--polyattn-namespace=MODULE``, and ``--polyattn-report=FILE`` for the results as
-JSON. A library that is asked for and cannot be used stops the run; nothing is
-skipped for it.
+JSON. If the chosen library cannot be used, the run stops with an error; nothing is
+skipped.
 
 Fixtures for checks: ``backend`` (the name), ``xp``, ``make(array, dtype)``,
-``to_np(x)``, ``dtypes``, ``contract`` (the plugin's object; such checks are left out
-for a bare namespace), ``target`` (all of these), and ``dtype``, over which a
-check that asks for it is repeated.
+``to_np(x)``, ``dtypes``, ``contract`` (the plugin's object; checks that use it are
+left out for a bare namespace), ``target`` (all of these), and ``dtype``: a check
+that uses it is run for each dtype.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("polyattn", "polyattn conformance kit")
     group.addoption("--polyattn-backend", metavar="NAME", help="the backend to check (default: numpy)")
-    group.addoption(
-        "--polyattn-device", metavar="NAME", help="the device of it on which arrays are (default: its first)"
-    )
+    group.addoption("--polyattn-device", metavar="NAME", help="the device of the arrays (default: the backend's first)")
     group.addoption("--polyattn-namespace", metavar="MODULE", help="check an array API namespace without a plugin")
     group.addoption("--polyattn-report", metavar="FILE", help="write the result of every check to FILE as JSON")
-    group.addoption("--polyattn-progress", metavar="FILE", help="write how far the run is to FILE, a word a check")
+    group.addoption("--polyattn-progress", metavar="FILE", help="write the progress of the run to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Open the library under test, or stop the run with the reason."""
+    """Load the library under test, or stop the run with the reason."""
     name, module = config.getoption("--polyattn-backend"), config.getoption("--polyattn-namespace")
     if name and module:
         raise pytest.UsageError("--polyattn-backend and --polyattn-namespace exclude each other")
@@ -54,22 +52,22 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     except (PolyattnError, ImportError) as error:
         asked = module or name or "numpy"
-        raise pytest.UsageError(f"polyattn: {asked} was asked for and cannot be used: {error}") from error
-    told = None if hasattr(config, "workerinput") else config.getoption("--polyattn-progress")
-    recorder = Recorder(config.stash[TARGET], config.getoption("--polyattn-report"), told)
+        raise pytest.UsageError(f"polyattn: {asked} cannot be used: {error}") from error
+    progress = None if hasattr(config, "workerinput") else config.getoption("--polyattn-progress")
+    recorder = Recorder(config.stash[TARGET], config.getoption("--polyattn-report"), progress)
     config.stash[RECORDER] = recorder
     config.pluginmanager.register(recorder, "polyattn-recorder")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say what is checked, by which kit."""
+    """Return the header: the library under test and the version of the kit."""
     target = config.stash[TARGET]
     kind = "namespace" if target.contract is None else "backend"
     return f"polyattn conformance kit {KIT_VERSION}: {kind} {target.name} {target.version} ({', '.join(target.dtypes)})"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Repeat a check that takes ``dtype`` over the dtypes of the library."""
+    """Run a check that takes ``dtype`` for each dtype of the library."""
     if "dtype" in metafunc.fixturenames and not any(
         "dtype" in re.findall(r"\w+", str(mark.args[0])) for mark in metafunc.definition.iter_markers("parametrize")
     ):
@@ -78,7 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a plugin where there is none, and mark what the plugin declares."""
+    """Leave out checks that need a plugin if there is none, and mark the failures that the plugin declares."""
     target = config.stash[TARGET]
     if target.contract is None:
         left_out = [item for item in items if "contract" in getattr(item, "fixturenames", ())]
@@ -95,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = {item.path for item in checks} == set(CONFORMANCE.glob("test_*.py"))
     if whole and not set(declared) <= known:
         unknown = ", ".join(sorted(set(declared) - known))
-        raise pytest.UsageError(f"polyattn: {target.name} declares failures of checks that there are not: {unknown}")
+        raise pytest.UsageError(f"polyattn: {target.name} declares failures of checks that do not exist: {unknown}")
 
 
 def check_name(item: pytest.Item) -> str:
@@ -105,7 +103,7 @@ def check_name(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Say in a check's report which check it is, and what became of it."""
+    """Add to pytest's report of a check its name, its outcome and the reason."""
     report = yield
     if item.path.parent == CONFORMANCE and (report.when == "call" or report.outcome != "passed"):
         declared = hasattr(report, "wasxfail") and report.outcome == "skipped"
@@ -123,12 +121,12 @@ def _summary(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    return f"{first} {rest[0]}" if first.endswith("Error:") and rest else first  # NumPy's begin on the second line
+    return f"{first} {rest[0]}" if first.endswith("Error:") and rest else first  # NumPy's begins on line two
 
 
 @pytest.fixture(autouse=True)
 def _nothing_selected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the caller's environment out of the checks: each selects for itself."""
+    """Remove the caller's selection from the environment: each check selects for itself."""
     monkeypatch.delenv("POLYATTN_BACKEND", raising=False)
     monkeypatch.delenv("POLYATTN_DEVICE", raising=False)
 

@@ -1,4 +1,4 @@
-"""What the checks run on: a backend by its plugin, or a bare array API namespace."""
+"""The target of the checks: a backend by its plugin, or a bare array API namespace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Target", "open_backend", "open_namespace"]
 
 @dataclass(frozen=True)
 class Target:
-    """A library under test. ``contract`` is its plugin, or None where only the namespace is there."""
+    """A library under test. ``contract`` is its plugin, or None for a bare namespace."""
 
     name: str
     version: str
@@ -32,16 +32,16 @@ class Target:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The floating dtypes that the library has here."""
+        """The floating dtypes that the library supports on this machine."""
         return tuple(name for name in FLOAT_DTYPES if self._dtype(name) is not None)
 
     @property
     def expected_failures(self) -> dict[str, str]:
-        """What the plugin declares that it gets wrong."""
+        """The failures that the plugin declares, with reasons."""
         return dict(getattr(self.contract, "expected_failures", {}))
 
     def make(self, array: ArrayLike, dtype: str = "float64") -> Array:
-        """Return an array of the library; by way of float32 where NumPy has no such dtype."""
+        """Return an array of the library, converted from float32 if NumPy lacks the dtype."""
         native = self._dtype(dtype)
         if native is None:
             raise pa.DTypeError(f"{self.name} has no dtype {dtype!r}")
@@ -62,7 +62,7 @@ class Target:
         """Say whether ``x`` is an array of the library."""
         if self.contract is not None:
             return self.contract.owns(x)
-        # A wrapped namespace, as array-api-compat's, is not what its arrays give as theirs; some give none.
+        # The namespace of an array may differ from the target's, which array_api_compat wraps; some arrays have none.
         return getattr(x, "__array_namespace__", lambda: None)() is self.xp or type(x) is type(self.xp.asarray([0.0]))
 
     def _dtype(self, name: str) -> Any:
@@ -75,7 +75,7 @@ class Target:
 
 
 def open_backend(name: str, device: str | None = None) -> Target:
-    """Return the target for a backend on a device of it, by default its first.
+    """Return the target for a backend on one of its devices, by default the first.
 
     Raises
     ------
@@ -85,20 +85,20 @@ def open_backend(name: str, device: str | None = None) -> Target:
     backend = registry.ready(name)
     device = checked_device(backend, device)
     if backend.name == "jax":
-        # A test tool may do what the library never does: the float64 checks need 64-bit JAX.
+        # The library never changes JAX's settings, but the float64 checks need 64-bit JAX.
         importlib.import_module("jax").config.update("jax_enable_x64", True)
     return Target(backend.name, backend.status().version, backend.namespace(), backend, device)
 
 
 def open_namespace(module: str) -> Target:
-    """Return the target for a module that is an array API namespace; ImportError where it cannot be imported."""
+    """Return the target for a module that is an array API namespace; raise ImportError if it cannot be imported."""
     xp = importlib.import_module(module)
     array = xp.asarray([0.0])
     package, home = (name.partition(".")[0] for name in (module, type(array).__module__))
-    # The library is the one that has the arrays: array_api_compat.torch is torch, while jax.numpy with jaxlib's is jax.
+    # The library is that of the arrays: torch for array_api_compat.torch; for jax.numpy with jaxlib's arrays it is jax.
     libraries = (xp, sys.modules[package]) if home.startswith(package) else (sys.modules[home],)
     version = next((str(library.__version__) for library in libraries if hasattr(library, "__version__")), "")
     if hasattr(array, "__array_namespace__"):
-        # The arrays say which namespace is theirs; a wrapper of it would be a different object.
+        # Use the namespace of the arrays; a wrapper of it is a different object.
         xp = array.__array_namespace__()
     return Target(module, version, xp, None)

@@ -1,8 +1,8 @@
-"""The training job of the command line; private to it.
+"""The training job of the command line; private.
 
-``train`` is the whole of it. The numbers of a run are a pure function of its
-settings and of the step, so a run that was killed is resumed as if it had not
-been, and every backend sees the same samples.
+The results of a run are a pure function of its settings and of the step. So a run
+that was killed and resumed gives the same results as an uninterrupted one, and
+every backend trains on the same samples.
 """
 
 from ._config import Config, OptionError

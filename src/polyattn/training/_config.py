@@ -14,16 +14,16 @@ __all__ = ["Config", "OptionError", "resolve"]
 
 
 class OptionError(ArgumentError):
-    """An option that is out of range, or that does not go with the others."""
+    """An option that is out of range, or that conflicts with another."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The settings on which the numbers of a run depend; stored in its checkpoint.
+    """The settings on which the results of a run depend; stored in its checkpoint.
 
-    All but ``steps`` stay as they are when a run is resumed, and no other setting
-    depends on ``steps``: a run that is stopped and resumed, or lengthened, is the
-    uninterrupted run.
+    Only ``steps`` may change when a run is resumed, and no other setting depends on
+    ``steps``: a run that is stopped and resumed, or continued for more steps, gives
+    the same results as an uninterrupted one.
     """
 
     dtype: str = "float32"
@@ -33,7 +33,7 @@ class Config:
     width: int = 8
     heads: int = 2
     learning_rate: float = 0.05
-    weight_decay: float = 0.0  # decay holds back the large scores by which one position is chosen
+    weight_decay: float = 0.0  # decay would prevent the large scores that put all weight on one position
     seed: int = 0
     data: str | None = None
     data_digest: str | None = None
@@ -56,16 +56,16 @@ class Config:
 
 
 def resolve(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None, folder: str = "") -> Config:
-    """Return the settings of a run: what was given, else what the resumed run in ``folder`` had, else the defaults.
+    """Return the settings of a run: those given, else those of the resumed run in ``folder``, else the defaults.
 
     Raises
     ------
     OptionError
-        If a value is out of range, or differs from that of the run that is resumed.
+        If a value is out of range, or differs from that of the resumed run.
     """
     if stored is None:
         return Config(**given)
-    movable = ("steps", "data")  # a data file may have moved: its content is compared, not its path
+    movable = ("steps", "data")  # a data file may have moved: compare its content, not its path
     differing = [
         "other samples in --data"
         if name == "data_digest"

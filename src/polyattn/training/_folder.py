@@ -23,7 +23,7 @@ OPTIMISER = "optim."
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     step: int
     config: dict[str, Any]
@@ -41,7 +41,7 @@ class Folder:
         self.metrics = path / "metrics.jsonl"
 
     def begin(self, overwrite: bool) -> None:
-        """Make the folder for a new run; OptionError if it holds a run and ``overwrite`` is false."""
+        """Create the folder for a new run; raise OptionError if it has a run and ``overwrite`` is false."""
         if not overwrite and (self.checkpoint.exists() or self.metrics.exists()):
             raise OptionError(
                 f"--output: {self.path} already holds a run; continue it with --resume, replace it with --overwrite, "
@@ -52,13 +52,13 @@ class Folder:
     def save(
         self, step: int, config: dict[str, Any], backend: str, params: Mapping[str, Array], state: Mapping[str, Array]
     ) -> None:
-        """Write the checkpoint of a step, whole or not at all."""
+        """Write the checkpoint of a step atomically."""
         tensors = {**params, **{OPTIMISER + name: value for name, value in state.items()}}
         about = {**KIND, "step": str(step), "backend": backend, "config": json.dumps(config)}
         write_tensors(self.checkpoint, tensors, about)
 
     def load(self) -> Saved:
-        """Read the checkpoint; CheckpointError if there is none, or it is damaged or of another kind."""
+        """Read the checkpoint; raise CheckpointError if there is none, or if it is damaged or another kind of file."""
         if not self.checkpoint.exists():
             raise CheckpointError(
                 f"{self.checkpoint}: there is no checkpoint to resume from; check --output, or start without --resume"
@@ -80,7 +80,7 @@ class Folder:
         return Saved(step, config, metadata.get("backend", ""), tensors, state)
 
     def clean(self, until: int) -> None:
-        """Drop the metrics of steps after ``until``, what a kill left behind, and the pictures of a replaced run."""
+        """Delete the metrics of steps after ``until``, temporary files of a killed run, and old pictures at step 0."""
         kept = [line for line in self._lines() if line["step"] <= until]
         write_bytes(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
         old = [self.path / name for name in ("loss.png", "attention.png")] if until == 0 else []
@@ -88,7 +88,7 @@ class Folder:
             path.unlink(missing_ok=True)
 
     def log(self, lines: Sequence[Mapping[str, float]]) -> None:
-        """Append one line a step, and wait until the disk has them."""
+        """Append one line for each step, and wait until they are on the disk."""
         try:
             with open(self.metrics, "ab") as file:
                 file.write("".join(json.dumps(dict(line)) + "\n" for line in lines).encode())
@@ -101,7 +101,7 @@ class Folder:
             ) from cause
 
     def losses(self) -> tuple[list[int], list[float]]:
-        """Return the steps and their losses, of all runs that were continued here."""
+        """Return the steps and their losses, those before a resumption included."""
         lines = self._lines()
         return [line["step"] for line in lines], [line["loss"] for line in lines]
 
@@ -111,14 +111,14 @@ class Folder:
 
 
 def new_folder(backend: str) -> Path:
-    """Return a folder ``runs/BACKEND-TIME`` that did not exist, and make it."""
+    """Create a new folder ``runs/BACKEND-TIME``, and return it."""
     name = f"{backend}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1, 100):
         path = Path("runs", name if attempt == 1 else f"{name}-{attempt}")
         if not path.exists():
             _make(path)
             return path
-    raise OptionError(f"--output: {path} and its neighbours exist; name a folder")
+    raise OptionError(f"--output: {path} and all lower numbers exist; name a folder")
 
 
 def _make(path: Path) -> None:
@@ -131,7 +131,7 @@ def _make(path: Path) -> None:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return a line of the metrics, or None where a kill cut it short."""
+    """Return a line of the metrics, or None if a kill truncated it."""
     try:
         line = json.loads(text)
         return line if isinstance(line["step"], int) and isinstance(line["loss"], float) else None

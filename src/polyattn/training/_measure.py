@@ -1,4 +1,4 @@
-"""How good a trained layer is, in plain NumPy."""
+"""The evaluation of a trained layer, in plain NumPy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ._samples import Pairs
 
 __all__ = ["measure", "positions"]
 
-CHUNK = 256  # samples at a time, which bounds the memory
+CHUNK = 256  # samples at a time, to bound the memory
 
 
 def measure(predict: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], pairs: Pairs) -> dict[str, float | None]:
     """Return ``loss``, ``baseline_loss``, ``loss_ratio`` and ``pointer_accuracy`` in float64.
 
     The baseline predicts the mean row of the targets everywhere. The pointer
-    accuracy is the fraction of positions at which the input row that is nearest to
-    the prediction is the target row; None where the targets are not input rows.
-    ``loss_ratio`` is None where all targets are equal, for then the baseline is 0.
+    accuracy is the fraction of positions at which the input row nearest to the
+    prediction equals the target row; None if the targets are not input rows.
+    ``loss_ratio`` is None if all targets are equal, because the baseline is 0.
     """
     x, y = pairs
     mean_row = np.mean(y, axis=(0, 1), dtype=np.float64)
@@ -48,6 +48,6 @@ def measure(predict: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], pai
 
 
 def positions(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    """Return for each row of ``y`` its position in ``x``, both ``(sequence, width)``; None if a row is not there."""
+    """Return for each row of ``y`` its position in ``x``, both ``(sequence, width)``; None if ``x`` lacks a row."""
     equal = np.all(x[None, :, :] == y[:, None, :], axis=-1)  # (queries, keys)
     return np.argmax(equal, axis=-1) if bool(np.all(np.any(equal, axis=-1))) else None

@@ -1,4 +1,4 @@
-"""The layer, its optimiser and its step, the same code on every backend."""
+"""The layer, its optimiser and its training step; the same code on every backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLIP = 1.0
 
 
 class Model:
-    """Multi-head attention as the settings describe it, on a backend and a device."""
+    """Multi-head attention with the settings of a run, on a backend and a device."""
 
     def __init__(self, config: Config, backend: str, device: str | None) -> None:
         self.config, self.backend = config, registry.ready(backend)
@@ -44,7 +44,7 @@ class Model:
         return params, self._optimiser.init(params)
 
     def fitted(self, what: str, stored: Mapping[str, np.ndarray[Any, Any]], expected: Arrays) -> Arrays:
-        """Return stored arrays on the backend, or raise where names, shapes or dtypes are not the expected ones."""
+        """Return stored arrays on the backend; raise if names, shapes or dtypes differ from the expected ones."""
         kinds, wanted = (
             {name: (tuple(x.shape), dtype_name(x.dtype)) for name, x in d.items()} for d in (stored, expected)
         )
@@ -60,7 +60,7 @@ class Model:
         dtype = self.config.dtype
         host = np.asarray(x, dtype="float32" if dtype == "bfloat16" else dtype, order="C")
         there = to_backend(host, self.backend.name, self.device)
-        # NumPy itself has no bfloat16.
+        # NumPy has no bfloat16.
         return there if dtype != "bfloat16" else self.backend.namespace().astype(there, self.backend.dtype(dtype))
 
     def predict(self, params: Arrays, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -83,7 +83,7 @@ class Model:
 
 @dataclass(frozen=True)
 class inverse_sqrt:
-    """A linear rise, then a fall with the square root of the step: it needs no last step, so a run can be lengthened.
+    """A linear warm-up, then decay with 1 / √step. It does not depend on the last step, so a run can be continued.
 
     ``peak · min((step + 1) / warmup, √(warmup / (step + 1)))``
 

@@ -1,4 +1,4 @@
-"""The two pictures of a run. Without matplotlib there are none, and nothing else changes."""
+"""The two pictures of a run. Without matplotlib a run writes no pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_pictures(
     title: str,
     say: Callable[[str], None],
 ) -> None:
-    """Write ``loss.png`` and ``attention.png``, or say in one line what is missing for it."""
+    """Write ``loss.png`` and ``attention.png``; without matplotlib, print one line instead."""
     if importlib.util.find_spec("matplotlib") is None:
         say('no pictures: they need matplotlib, pip install "polyattn[plot]"')
         return
@@ -36,7 +36,7 @@ def draw_pictures(
 
 
 def loss_picture(steps: Sequence[int], losses: Sequence[float], baseline: float, title: str) -> Figure:
-    """Draw the training loss and that of predicting the mean, with the legend below the axes."""
+    """Draw the training loss and the loss of predicting the mean, with the legend below the axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -49,7 +49,7 @@ def loss_picture(steps: Sequence[int], losses: Sequence[float], baseline: float,
 
 
 def attention_picture(weights: np.ndarray[Any, Any], targets: np.ndarray[Any, Any] | None, title: str) -> Figure:
-    """Draw the weights (heads, queries, keys) of one sample, and mark the key that each query should find."""
+    """Draw the weights (heads, queries, keys) of one sample, and mark the target key of each query."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")

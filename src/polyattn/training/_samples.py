@@ -1,4 +1,4 @@
-"""The samples of a run: the pointer-copy task, or ``X`` and ``Y`` of the user's npz file."""
+"""The samples of a run: the pointer-copy task, or ``X`` and ``Y`` in the user's npz file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["DataError", "Epochs", "Pairs", "PointerCopy", "digest", "expect_rang
 Pairs = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """Inputs and targets, both (samples, sequence, width)."""
 
-TRAINING, HELD_OUT, ORDER = range(3)  # what a random stream is for
+TRAINING, HELD_OUT, ORDER = range(3)  # the purposes of random streams
 
 
 class DataError(PolyattnError, ValueError):
-    """A data file that cannot be read, or holds something else than samples."""
+    """A data file that cannot be read, or that does not contain valid samples."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PointerCopy:
 
 @dataclass(frozen=True, eq=False)
 class Epochs:
-    """Samples in epochs, each in an order of its own; the last batch of an epoch may be smaller."""
+    """Samples in epochs, each shuffled differently; the last batch of an epoch may be smaller."""
 
     x: np.ndarray[Any, Any]  # (samples, sequence, width)
     y: np.ndarray[Any, Any]  # (samples, sequence, width)
@@ -76,7 +76,7 @@ class Epochs:
 
 
 def load_npz(path: str) -> Pairs:
-    """Read ``X`` and ``Y``, or raise what is wrong with the file or with them."""
+    """Read ``X`` and ``Y``; raise DataError if the file or an array is not valid."""
     arrays = _read(path)
     for name, array in arrays.items():
         where = f"{path}: {name}"
@@ -97,7 +97,7 @@ def load_npz(path: str) -> Pairs:
 
 def expect_range(pairs: Pairs, dtype: str) -> None:
     """Raise DTypeError if a number is too large for the dtype in which the run computes."""
-    largest = np.finfo("float32" if dtype == "bfloat16" else dtype).max  # bfloat16 reaches as far as float32
+    largest = np.finfo("float32" if dtype == "bfloat16" else dtype).max  # bfloat16 has the range of float32
     for name, array in zip("XY", pairs, strict=True):
         if np.abs(array).max() > largest:
             raise DTypeError(f"--data: {name} holds numbers too large for {dtype}; use --dtype float32 or float64")
@@ -138,5 +138,5 @@ def _order(seed: int, epoch: int, samples: int) -> np.ndarray[Any, Any]:
 
 
 def _generator(seed: int, stream: int, index: int) -> np.random.Generator:
-    """Return the random generator of one purpose and one step or epoch."""
+    """Return the random generator for one purpose and one step or epoch."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, index))))

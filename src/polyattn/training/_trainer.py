@@ -1,4 +1,4 @@
-"""A training run from its options to its result."""
+"""A training run, from its options to its result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_STEPS, MOST_SECONDS = 50, 0.25
 
 
 class DivergedError(PolyattnError, ArithmeticError):
-    """The loss or a parameter is not finite any more."""
+    """The loss or a parameter is no longer finite."""
 
 
 def train(
@@ -47,13 +47,13 @@ def train(
 ) -> dict[str, Any]:
     """Train multi-head attention on the pointer-copy task or on the user's samples; return the result as plain data.
 
-    ``given`` has the settings of :class:`Config` that the user named. By default a run computes by the selection in
-    force, then on the backend of the resumed run, then on NumPy, and writes to a new folder below ``runs``.
+    ``given`` has the settings of :class:`Config` that the user passed. By default a run computes on the selected
+    backend, else on that of the resumed run, else on NumPy, and writes to a new folder below ``runs``.
 
     Raises
     ------
     OptionError, UnknownBackendError
-        If the options do not go together, or name what there is not; nothing has been written.
+        If options conflict, or name something that does not exist. Nothing has been written.
     PolyattnError
         If the data do not fit, the checkpoint cannot be read or written, memory runs out, or training diverges.
     KeyboardInterrupt
@@ -75,8 +75,8 @@ def train(
             folder.save(0, config.to_dict(), where.backend, params, state)
         start = saved.step if saved else 0
         folder.clean(start)
-        # Threads gain nothing on small products, and on a busy machine they wait for each other: torch made 15 steps
-        # a second in place of 200.
+        # Threads do not speed up small products, and on a busy machine they wait for each other: torch did 15 steps
+        # a second instead of 200.
         small = config.batch * config.sequence * config.width**2 < SMALL
         with threadpool_limits(1) if small else nullcontext(), Reporter(start, config.steps) as reporter:
             run = _Run(model, data, folder, reporter, checkpoint_every, start)
@@ -85,7 +85,7 @@ def train(
 
 @dataclass
 class _Run:
-    """The steps of a run, logged and checkpointed on the way, and its result."""
+    """The steps of a run, with its logs and checkpoints, and its result."""
 
     model: Model
     data: PointerCopy | Epochs
@@ -96,7 +96,7 @@ class _Run:
     """The step of the last checkpoint."""
 
     def result(self, params: Arrays, state: Arrays) -> dict[str, Any]:
-        """Take the steps, measure, draw, and return the result."""
+        """Train, evaluate, draw, and return the result."""
         model, config, start = self.model, self.model.config, self.saved
         if 0 < start == config.steps:
             self.reporter.say(f"the run is at step {start} already, nothing to train; give more --steps to go on")
@@ -122,7 +122,7 @@ class _Run:
         }
 
     def _steps(self, params: Arrays, state: Arrays, start: int, stop: int) -> Arrays:
-        """Return the parameters after the steps; the last checkpoint is theirs, or of the last finite one."""
+        """Return the parameters after the steps; raise if a loss or a parameter is not finite."""
         pending: list[Array] = []
         fetched = time.perf_counter()
         for done in range(start + 1, stop + 1):
@@ -138,7 +138,7 @@ class _Run:
         return params
 
     def _record(self, pending: list[Array], done: int) -> None:
-        """Log the losses of the steps up to ``done``, and stop at one that is not finite."""
+        """Log the losses of the steps up to ``done``; raise at the first that is not finite."""
         losses = self.model.fetch(pending)
         first = done - len(losses) + 1
         bad = np.flatnonzero(~np.isfinite(losses))
@@ -149,7 +149,7 @@ class _Run:
         ])  # fmt: skip
         if bad.size:
             step = first + len(good)
-            # The first loss is that of the initial parameters: the learning rate has no part in it.
+            # The first loss is that of the initial parameters: it does not depend on the learning rate.
             remedy = "smaller numbers in --data, or a wider --dtype" if step == 1 else "a lower --learning-rate"
             raise self._diverged(f"the loss of step {step} is {losses[len(good)]}", remedy)
         self.reporter.update(done, float(losses[-1]))
@@ -182,7 +182,7 @@ class _Run:
 
 @contextmanager
 def _memory_errors() -> Iterator[None]:
-    """Raise one error where memory runs out: of what the libraries raise, only MemoryError is common to two of them."""
+    """Raise one error if memory runs out; each library raises another one."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -197,10 +197,10 @@ def _check_options(
     given: Mapping[str, Any], output: str | None, resume: bool, overwrite: bool, checkpoint_every: int
 ) -> None:
     for option, path in (("--output", output), ("--data", given.get("data"))):
-        if path == "":  # an unset variable of a shell script, say; not the current folder
+        if path == "":  # from an unset variable of a shell script, for instance; not the current folder
             raise OptionError(f"{option}: expected a path, got an empty one")
     if resume and overwrite:
-        raise OptionError("--resume and --overwrite exclude each other: name one")
+        raise OptionError("--resume and --overwrite exclude each other: choose one")
     if resume and output is None:
         raise OptionError("--resume: name the folder of the run with --output")
     if checkpoint_every < 1:
@@ -208,7 +208,7 @@ def _check_options(
 
 
 def _select(backend: str | None, device: str | None, saved: Saved | None) -> Selection:
-    """Return where to compute: the options, the selection in force, the resumed run's backend, NumPy."""
+    """Return the place to compute: by the options, the selection, the resumed run's backend, or NumPy."""
     if backend is None and device is not None:
         raise OptionError(f"--device: {device!r} was given without a backend; name it with --backend")
     choice = selected(backend, device) if backend is not None else get_backend()
@@ -219,7 +219,7 @@ def _select(backend: str | None, device: str | None, saved: Saved | None) -> Sel
 
 
 def _settings(given: Mapping[str, Any], saved: Saved | None, output: str | None) -> tuple[Config, PointerCopy | Epochs]:
-    """Return the settings of the run and where its samples come from."""
+    """Return the settings of the run and the source of its samples."""
     stored = saved.config if saved else None
     path: str = given.get("data") or (stored or {}).get("data") or ""
     pairs = load_npz(path) if path else None

@@ -23,7 +23,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
 
 
 def without_module(*arguments):
-    """Leave out the module, which notes the weights: once is enough."""
+    """Call without the module, which would record the weights a second time."""
     return FLAX_WEIGHTS(*arguments[:10], None, *arguments[11:])
 
 

@@ -1,4 +1,4 @@
-"""Flax's own attention tests: what passes with JAX's attention must pass with ours."""
+"""Flax's own attention tests: those that pass with JAX's attention must pass with ours."""
 
 import os
 import tarfile
@@ -14,7 +14,7 @@ CALLS = {"attention": 109, "attention_weights": 6}
 
 @pytest.fixture(scope="module")
 def runs(run_foreign, tmp_path_factory):
-    """Return the run with JAX's attention and the one with ours, of the tests in the sdist that FLAX_SDIST names."""
+    """Return the runs with JAX's attention and with ours, of the tests in the sdist at FLAX_SDIST."""
     sdist, name = Path(os.environ.get("FLAX_SDIST", "")), f"flax-{version('flax')}"
     assert sdist.name == f"{name}.tar.gz", f"FLAX_SDIST names no {name}.tar.gz; nox -s 'suites(jax)' fetches it"
     folder = tmp_path_factory.mktemp("flax")

@@ -23,7 +23,7 @@ NESTED = []
 
 @pytest.fixture(scope="module", autouse=True)
 def _counted(request, record_testsuite_property):
-    """Report how often the module's tests came to polyattn."""
+    """Report the number of calls of polyattn by the module's tests."""
     CALLS.clear()
     yield
     for name, count in CALLS.items():
@@ -31,7 +31,7 @@ def _counted(request, record_testsuite_property):
 
 
 def route(owner, name, *, comparable=lambda: True, differentiated=0, reference=None):
-    """Replace ``owner.name`` by the decorated function, where that does not return NotImplemented.
+    """Replace ``owner.name`` by the decorated function, except where that returns NotImplemented.
 
     Where there are values, they and the gradients of the first arguments are compared with those of the replaced
     function (or ``reference``): the tests themselves often look at shapes only.
@@ -62,7 +62,7 @@ def route(owner, name, *, comparable=lambda: True, differentiated=0, reference=N
 
 @contextlib.contextmanager
 def nested(name):
-    """Route nothing and count nothing: what runs is the comparison."""
+    """Disable routing and counting during the comparison."""
     NESTED.append(name)
     try:
         yield
@@ -71,7 +71,7 @@ def nested(name):
 
 
 def call(operation, *arrays, **arguments):
-    """Call an operation of polyattn where its arrays are, and count; a refusal too, whatever the caller makes of it."""
+    """Call an operation of polyattn on the device of its arrays, and count the call, also if it raises."""
     try:
         with pa.transfers("forbid"):
             result = operation(*arrays, **arguments)
@@ -88,7 +88,7 @@ def with_weights(q, k, v, **arguments):
 
 
 def fused(query, key, value, bias=None, mask=None, *, causal=False, scale=None, added=None):
-    """Attention of (…, length, heads, features), causal from the upper left, as JAX and Keras define it."""
+    """Attention of (…, length, heads, features), with causal alignment at the upper left, as in JAX and Keras."""
     q, k, v = map(swap, (query, key, value))
     q, bias, mask, causal = means_for_empty_rows(q, bias, mask, causal, k.shape[-2], added)
     return swap(call(pa.attention, q, k, v, mask=mask, bias=bias, causal=causal, q_offset=0, scale=scale))
@@ -100,7 +100,7 @@ def swap(x):
 
 
 def means_for_empty_rows(q, bias, mask, causal, n_k, added=None):
-    """Give a query that may attend to nothing the mean of all values, as these libraries do; polyattn gives zeros.
+    """Return the mean of all values for a query that may attend to no key, as these libraries do, not zeros.
 
     They put a large negative number in the place of what is excluded: all scores of such a row are equal, and do not
     depend on the query. Or they add it: the sum is that number too, but its derivative goes on to the query.
@@ -132,7 +132,7 @@ def is_traced(x):
 
 
 def compare(ours, theirs, what, least=(1.0, 1.0)):
-    """Require equal dtypes, shapes and values; what is zero by mathematics is compared with ``least``.
+    """Require equal dtypes, shapes and values; mathematical zeros are compared with the tolerance ``least``.
 
     In 16 bits the other library rounds scores, weights and their gradients too, hence five times our own tolerance.
     """
@@ -144,7 +144,7 @@ def compare(ours, theirs, what, least=(1.0, 1.0)):
 
 
 def sizes(arguments):
-    """Return how large what cancels in the gradients of query, key and value may be: dq is a sum of (dout · v) k.
+    """Return the magnitude of terms that cancel in the gradients of query, key and value: dq is a sum of (dout · v) k.
 
     polyattn's backward takes the weights from log-sum-exp, and so they are as exact as that is: to 2⁻²⁴ of the scores.
     """
@@ -159,7 +159,7 @@ def host(x):
 
 
 def gradients(function, arguments, count):
-    """Return the gradients of the first arguments, the result's being cosines; none on NumPy."""
+    """Return the gradients of the first arguments for cosines as the upstream gradient; none on NumPy."""
     arrays, rest = arguments[:count], arguments[count:]
     if any(hasattr(x, "detach") for x in arrays):
         import torch

@@ -15,7 +15,7 @@ from routing import fused, route, with_weights
 
 
 def has_values():
-    """Say whether the inputs are more than stand-ins for their shapes."""
+    """Say whether the inputs have values, and are not only symbolic."""
     return not in_symbolic_scope()
 
 
@@ -66,7 +66,7 @@ def with_causal(layer, query, value, mask, use_causal_mask):
 
 
 def over_axes(axes, query, key, value, mask, scale):
-    """Attend over some axes of (batch, …, heads, features) at once: polyattn sees them as one."""
+    """Attend over several axes of (batch, …, heads, features), merged into one."""
     lead = len(query.shape) - 1 - len(axes)
     order = [axis for axis in range(len(query.shape) - 1) if axis not in axes] + [*axes, len(query.shape) - 1]
     tensors = [ops.transpose(ops.convert_to_tensor(x), order) for x in (query, key, value)]  # (…, heads, *axes, d)

@@ -1,4 +1,4 @@
-"""Keras's own attention tests, on the backend of the same name: what passes with its attention must pass with ours."""
+"""Keras's own attention tests, on the backend of the same name: those that pass there must pass with ours."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 
 class Module(NamedTuple):
-    """How many of a module's tests pass with Keras's own attention, and how often at least they must come to ours."""
+    """The number of a module's tests that pass with Keras's attention, and the least number of calls of ours."""
 
     passes: dict[str, int]
     attention: int

@@ -1,4 +1,4 @@
-"""ONNX's own node tests of the operators that ``polyattn.interop.onnx`` gives, compared as that suite compares."""
+"""ONNX's own node tests of the operators in ``polyattn.interop.onnx``, with the tolerances of that suite."""
 
 import functools
 import warnings
@@ -61,7 +61,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the calls of each of polyattn's operations that the door makes."""
+    """Count the calls of each of polyattn's operations by ``polyattn.interop.onnx``."""
     counted = Counter()
     for name in ("attention_forward", "attention_weights", *FUNCTIONS.values()):
         inner = getattr(door, name)

@@ -1,4 +1,4 @@
-"""What ONNX's node tests leave open: older opsets, where the operators run, and what is refused."""
+"""Cases that ONNX's node tests lack: older opsets, the backend that computes, and errors."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_a_selection_counts_where_none_was_given(backend):
 
 
 def test_a_model_goes_on_beside_other_operators(backend):
-    """Two of ours and one of the evaluator's: a pre-norm residual block."""
+    """Two operators of ours and one of the evaluator: a pre-norm residual block."""
     x = RNG.standard_normal((1, 5, 6)).astype(np.float32)
     text = """g (float[1,5,6] x, float[6] w) => (float[1,5,6] y) {
         h = LayerNormalization (x, w)

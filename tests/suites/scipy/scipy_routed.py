@@ -18,7 +18,7 @@ pytest_plugins = ["routing"]
 
 
 def never():
-    """Say that nothing is to be compared with SciPy's own function: its tests know the values."""
+    """Return that no comparison with SciPy's function is needed: its tests have the values."""
     return False
 
 
@@ -33,7 +33,7 @@ def log_softmax(x, axis=None):
 
 
 def over_axes(operation, x, axis):
-    """Apply an operation of one axis to several at once."""
+    """Apply an operation over one axis to several axes."""
     xp, x = promoted(x)
     rows, order = in_rows(xp, x, axis)
     y = xp.reshape(call(operation, rows), tuple(x.shape[i] for i in order))
@@ -65,7 +65,7 @@ def promoted(x):
 
 
 def in_rows(xp, x, axis):
-    """Return x with the axes in question, all if None, as its last and in one; and which order its axes then have."""
+    """Return x with the given axes (all if None) merged into a last one, and the order of its axes."""
     axes = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     axes = [i % x.ndim for i in axes]
     lead = [i for i in range(x.ndim) if i not in axes]
@@ -74,5 +74,5 @@ def in_rows(xp, x, axis):
 
 
 def scalar(x):
-    """Return a scalar for an array without axes where the library has scalars, as SciPy does."""
+    """Return a scalar for a 0-d array if the library has scalars, as SciPy does."""
     return x[()] if x.ndim == 0 else x

@@ -1,4 +1,4 @@
-"""Between torch's sample tensors and the arrays of the backend under test."""
+"""Conversion between torch's sample tensors and the arrays of the backend under test."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ FEW = 4
 
 @pytest.fixture
 def give(make):
-    """Return ``give(tensor)``: an array of the backend that holds the same numbers."""
+    """Return ``give(tensor)``: an array of the backend with the same values."""
 
     def give(x):
         x, dtype = x.detach(), dtype_name(x.dtype)

@@ -82,7 +82,7 @@ def test_sample(number, dtype, target, xp, give, agree):
 
 
 def answers(module, inputs, dy, **masks):
-    """Return torch's results and gradients by our names, in the module's dtype; beside weights it has another y."""
+    """Return torch's results and gradients by our names, in the module's dtype; with weights torch's y differs."""
     dtype = next(module.parameters()).dtype
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
     y, _ = module(*leaves, need_weights=False, **masks)
@@ -107,7 +107,7 @@ def renamed(theirs):
 
 
 def blocked_pairs(heads, inputs, *, key_padding_mask, attn_mask):
-    """Return where torch attends to nothing, (heads, n_q, n_k), or None: its masks are True there."""
+    """Return the pairs that torch excludes, (heads, n_q, n_k), or None: its masks are True there."""
     if key_padding_mask is None and attn_mask is None:
         return None
     query, key, _ = inputs
@@ -128,7 +128,7 @@ def by_layer(layer, inputs, **arguments):
 
 
 def by_functions(xp, heads, parameters, inputs, **arguments):
-    """Append the learnt key and value after the projections; the backward is the same lines reversed."""
+    """Append the learnt key and value after the projections; the backward is the same lines in reverse."""
     projected, caches = {}, {}
     for name, x in zip("qkv", inputs, strict=True):
         weight, bias = parameters[f"{name}_proj.weight"], parameters.get(f"{name}_proj.bias")

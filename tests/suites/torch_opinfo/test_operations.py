@@ -18,14 +18,14 @@ from polyattn.testing.plugin import TARGET
 
 
 def attention(xp, q, k, v, *, attn_mask=None, is_causal, dropout_p):
-    """torch's causal mask is aligned upper left, and its third axis from the end is one of heads to us."""
+    """torch's causal mask is aligned at the upper left, and its third axis from the end is our axis of heads."""
     assert dropout_p == 0
     y, cache = pa.attention_forward(q, k, v, bias=attn_mask, causal=is_causal, q_offset=0)
     return y, lambda dy: pa.attention_backward(dy, cache)[:4]
 
 
 def along_axis(forward, backward):
-    """A softmax: torch has a dtype to go over to first, and takes a scalar for a row of one."""
+    """Softmax: torch can cast to a dtype first, and treats a scalar as a row of one element."""
 
     def operation(xp, x, dim, *, dtype=None):
         wide = x if dtype is None else xp.astype(x, getattr(xp, dtype_name(dtype)))
@@ -46,7 +46,7 @@ def layer_norm(xp, x, normalized_shape, weight=None, bias=None, *, eps=1e-5):
 
 
 def rms_norm(xp, x, normalized_shape, weight=None, *, eps=None):
-    """Where it is given no epsilon, torch takes that of the dtype in which it computes."""
+    """Without an epsilon, torch uses that of the dtype in which it computes."""
     if eps is None:
         eps = 2.0**-52 if dtype_name(x.dtype) == "float64" else 2.0**-23
     y, cache = F.rms_norm_forward(x, weight, eps=eps, axes=len(normalized_shape))
@@ -70,7 +70,7 @@ def gelu(xp, x, *, approximate):
 
 
 def cross_entropy(xp, x, target, *, weight=None, ignore_index=None, reduction="mean"):
-    """torch's classes are on the second axis: of the logits, and of labels that are probabilities."""
+    """In torch the classes are on the second axis, of logits and of probabilities."""
     labels = xp.moveaxis(target, 1, -1) if target.ndim == x.ndim else target
     more = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     y, cache = F.cross_entropy_forward(xp.moveaxis(x, 1, -1), labels, **more)
@@ -83,7 +83,7 @@ def cross_entropy(xp, x, target, *, weight=None, ignore_index=None, reduction="m
 
 
 def embedding(xp, weight, indices, *, padding_idx=None, scale_grad_by_freq=False, sparse=False):
-    """These options are about the gradient alone, and of such samples torch asks only for the value."""
+    """These options affect only the gradient, and for such samples torch checks only the value."""
     y, cache = F.embedding_forward(indices, weight)
     return y, lambda dy: F.embedding_backward(dy, cache)[::-1]
 
@@ -139,7 +139,7 @@ class Case(NamedTuple):
         return f"{self.op.formatted_name}-{self.dtype}-{'gradients' if self.gradients else 'value'}-{self.number}"
 
     def run(self, xp, give):
-        """Return y as polyattn gives it, and what gives the gradients."""
+        """Return polyattn's y, and a function that returns the gradients."""
         held = self.sample.transform(lambda x: give(x) if isinstance(x, torch.Tensor) else x)
         return OPERATIONS[self.op.name](xp, held.input, *held.args, **held.kwargs)
 
@@ -179,7 +179,7 @@ def tensors(sample):
 
 
 def answers(op, sample, dy):
-    """Return what torch gives: y, and the gradient of each tensor that has one."""
+    """Return torch's result y, and the gradient of each tensor that has one."""
     y, arguments = op(sample.input, *sample.args, **sample.kwargs), tensors(sample)
     leaves = {f"the gradient of argument {i}": x for i, x in enumerate(arguments) if x.requires_grad}
     slopes = torch.autograd.grad(y, [*leaves.values()], dy.to(y.dtype)) if leaves else ()

@@ -1,4 +1,4 @@
-"""torch's own inputs of its optimisers AdamW and SGD, in every implementation that it has on the CPU."""
+"""torch's own test inputs of AdamW and SGD, for each of torch's implementations on the CPU."""
 
 import functools
 from collections import Counter
@@ -35,7 +35,7 @@ def inputs():
 
 
 def not_offered(options):
-    """Return the name of an option that is not offered, or None."""
+    """Return the name of an option that polyattn lacks, or None."""
     return next((name for name in NOT_OFFERED if options.get(name)), None)
 
 
@@ -83,7 +83,7 @@ def test_input(given, dtype, give, agree):
 
 
 def our_options(options, give):
-    """Return what polyattn is given; it has no default rate, and one that is an array is a function of the step."""
+    """Return polyattn's options; the rate has no default, and a rate as an array becomes a function of the step."""
     options = {name: x for name, x in options.items() if name not in (*IMPLEMENTATIONS, "maximize")}
     rate = options.pop("lr", 1e-3)
     return {"lr": (lambda step: give(rate)) if isinstance(rate, torch.Tensor) else rate, **options}

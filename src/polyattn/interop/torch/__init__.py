@@ -1,7 +1,7 @@
-"""polyattn in a torch model: attention and layers that autograd goes through, and torch's own layers as ours.
+"""polyattn in a torch model: attention and layers with gradients by autograd, and conversion of torch's own layers.
 
-Importing this imports torch. ``torch.compile`` takes what :func:`to_module` returns into one graph, as it does every
-function and layer of polyattn; the selection is the one in force when torch compiles.
+Importing this imports torch. ``torch.compile`` compiles the modules of :func:`to_module`, and every function and layer
+of polyattn, into one graph. The selected backend is the one selected when torch compiles.
 """
 
 from ._attention import attention

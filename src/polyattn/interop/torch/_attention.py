@@ -1,4 +1,4 @@
-"""Attention on tensors, wherever it is computed."""
+"""Attention on tensors, computed by any backend."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """:func:`polyattn.attention` on tensors that may require gradients, on any backend.
 
-    ``polyattn.attention`` leaves tensors that require gradients where they are: what autograd follows does not go
-    to another library unnoticed. Here it may, because the gradients come back.
+    ``polyattn.attention`` raises rather than move tensors that require gradients to another library, because autograd
+    would lose them. This function may move them, because it returns the gradients to autograd.
 
     Parameters
     ----------
     q, k, v, bias, sinks : Tensor
         As in :func:`polyattn.attention`; each may require gradients.
     backend : str, optional
-        Where to compute: by default the selection in force, else torch.
+        The backend that computes: by default the selected one, else torch.
     **arguments
-        The others of :func:`polyattn.attention`.
+        The other arguments of :func:`polyattn.attention`.
 
     Returns
     -------
     Tensor
         On the device of the inputs. On torch it may be differentiated twice, on another backend once.
 
-        Under ``torch.autocast`` q, k and v are taken to its dtype, and the result is in it, as with
-        ``torch.nn.functional.scaled_dot_product_attention``; float64 stays. Scores, softmax and sums are in float32
-        at least all the same. ``polyattn.attention`` computes in the dtype that it is given.
+        Under ``torch.autocast`` q, k and v are cast to its dtype, and the result has this dtype, as with
+        ``torch.nn.functional.scaled_dot_product_attention``; float64 is not cast. Scores, softmax and sums are still
+        computed in float32 at least. ``polyattn.attention`` ignores autocast.
 
     Raises
     ------

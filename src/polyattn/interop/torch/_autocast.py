@@ -1,4 +1,4 @@
-"""What torch's autocast asks for: the dtype of a call, and its tensors in it."""
+"""The dtype of a call under torch's autocast, and the cast of its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tensor = Any
 
 
 def asked_for(x: Tensor) -> Any:
-    """Return the dtype that autocast asks for on the device of a tensor; None outside of it, and for float64."""
+    """Return the dtype of autocast on the device of a tensor; None outside of autocast, and for float64."""
     kind = x.device.type if isinstance(x, torch.Tensor) else None
     if kind is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -20,6 +20,6 @@ def asked_for(x: Tensor) -> Any:
 
 
 def lowered(x: Any, dtype: str) -> Any:
-    """Return a floating tensor in a dtype, and everything else as it is; autograd brings its gradient back."""
+    """Cast a floating tensor, and return everything else unchanged; autograd casts the gradient back."""
     taken = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(getattr(torch, dtype)) if taken else x

@@ -24,7 +24,7 @@ class _Elsewhere(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        if torch.is_grad_enabled():  # torch would take the gradients for constants
+        if torch.is_grad_enabled():  # torch would treat the gradients as constants
             raise BackendMismatchError(
                 "create_graph=True: expected a call that torch computes, since no other backend's gradients can be "
                 "differentiated again; select torch for it"
@@ -33,18 +33,18 @@ class _Elsewhere(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
 
 
 def elsewhere(run: Callable[..., tuple[Tensor, Pull]], *tensors: Tensor | None) -> Tensor:
-    """Return ``run(*tensors)[0]``, computed on tensors without a graph; autograd's way back is its second result.
+    """Return ``run(*tensors)[0]``, computed on detached tensors; its second result is the backward for autograd.
 
-    torch.compile breaks its graph here: no tensor leaves torch while it is traced.
+    torch.compile breaks its graph here, because traced tensors cannot be converted.
 
     Raises
     ------
     BackendMismatchError
-        In the backward, if a graph of it is asked for.
+        In the backward, if it is called with ``create_graph=True``.
     """
     if torch.compiler.is_compiling():
         _keep_outside()
-        return _apply.outside(run, *tensors)  # type: ignore[attr-defined]  # it is there now
+        return _apply.outside(run, *tensors)  # type: ignore[attr-defined]  # set by _keep_outside
     return _Elsewhere.apply(run, *tensors)
 
 
@@ -53,7 +53,7 @@ def _apply(*arguments: Any) -> Tensor:
 
 
 def _keep_outside() -> None:
-    """Make of the node what torch.compile does not enter: called while it compiles, so that the compiler is there."""
+    """Exclude the node from torch.compile; called while it compiles, because this needs the compiler to be loaded."""
     _apply.outside = torch.compiler.disable(_apply, reason="another library computes it")  # type: ignore[attr-defined]
 
 

@@ -21,9 +21,9 @@ Tensor = Any
 
 
 class LayerModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the type checker
-    """A layer whose parameters are torch's. Made by :func:`to_module`.
+    """A layer with torch Parameters, made by :func:`to_module`.
 
-    It is called as the layer is. Its state dict has the layer's own names.
+    It takes the arguments of the layer. Its state dict has the layer's names.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -39,10 +39,10 @@ class LayerModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the
             owner.register_parameter(last, torch.nn.Parameter(to_backend(parameter, "torch", copy=True)))
 
     def forward(self, *inputs: Tensor, **arguments: Any) -> Tensor:
-        """Return the layer's result; gradients reach inputs, floating arguments and parameters.
+        """Return the layer's result; inputs, floating arguments and parameters have gradients.
 
-        Under ``torch.autocast`` a layer of torch's computes in its dtype, with sums in float32; one of another backend
-        in its own.
+        Under ``torch.autocast`` a layer on torch computes in the dtype of autocast, with sums in float32; a layer on
+        another backend computes in its own dtype.
         """
         layer, parameters = self.layer, self._expected()
         first: Any = next(iter(parameters.values()), None)
@@ -62,11 +62,11 @@ class LayerModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the
         return elsewhere(run, *inputs, *floating.values(), *parameters.values())
 
     def extra_repr(self) -> str:
-        """Return the layer's own description."""
+        """Return the layer's ``repr``."""
         return repr(self.layer)
 
     def _expected(self) -> dict[str, Tensor]:
-        """Return the parameters by the layer's names, whatever torch has made of them since, in the layer's shapes."""
+        """Return the current parameters by the layer's names, and check their shapes."""
         parameters = {}
         for name, like in self.layer.parameters().items():
             x = functools.reduce(getattr, name.split("."), self)
@@ -77,13 +77,13 @@ class LayerModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the
 
 
 def to_module(layer: Layer) -> LayerModule:
-    """Return a layer as an ``nn.Module`` with Parameters of its own and a state dict.
+    """Return an ``nn.Module`` that computes a layer, with its own Parameters and a state dict.
 
     Parameters
     ----------
     layer : Layer
-        Its parameters are copied. Where it is bound, there the module computes: on torch's device where its
-        parameters are, or on another backend, with tensors in, tensors out, and gradients in between.
+        Its parameters are copied. The module computes on the backend to which the layer is bound: torch, or another
+        backend, to which it converts tensors and from which it converts results and gradients.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""torch's own layers as ours, and our parameters into torch's."""
+"""polyattn's layers from torch's modules, and polyattn's parameters copied into torch's modules."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["copy_to", "from_module"]
 
 
 def from_module(module: Any, *, backend: str | None = None, device: str | None = None) -> Layer:
-    """Return a layer of ours that computes what a layer of torch's does, with copies of its parameters.
+    """Return a layer of polyattn that computes the same as a module of torch, with copies of its parameters.
 
     Parameters
     ----------
     module : nn.Linear, nn.LayerNorm, nn.MultiheadAttention or nn.TransformerEncoderLayer
-        The last two always as with ``batch_first=True``: ours have the batch in front.
+        The layer's inputs have the batch axis first, whether or not the module has ``batch_first=True``.
     backend, device : str, optional
-        Where the layer is bound, as for a layer that is made.
+        Where the layer is bound, as for the constructor of a layer.
 
     Returns
     -------
@@ -34,8 +34,8 @@ def from_module(module: Any, *, backend: str | None = None, device: str | None =
     Raises
     ------
     ArgumentError
-        If the module is another one, or has an option that ours lacks: ``add_bias_kv``, ``add_zero_attn``,
-        normalisation of several axes or without weights, an activation that is not relu, gelu or silu.
+        If the module has another type, or an option that polyattn's layer lacks: ``add_bias_kv``, ``add_zero_attn``,
+        normalisation of several axes or without weights, an activation other than relu, gelu or silu.
 
     Examples
     --------
@@ -54,14 +54,14 @@ def from_module(module: Any, *, backend: str | None = None, device: str | None =
 
 
 def copy_to(layer: Layer, module: Any) -> None:
-    """Copy a layer's parameters into a module of torch's of the same architecture.
+    """Copy a layer's parameters into a torch module of the same architecture.
 
     Parameters
     ----------
     layer : Projection, LayerNorm, MultiHeadAttention or TransformerBlock
         On any backend.
     module : nn.Linear, nn.LayerNorm, nn.MultiheadAttention or nn.TransformerEncoderLayer
-        Changed in place, whole or not at all.
+        Changed in place, unless an error is raised.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def copy_to(layer: Layer, module: Any) -> None:
     module.load_state_dict(to_torch(there.parameters(), there))
 
 
-# ---- our layer for a module, of each kind --------------------------------------------------------------------------
+# ---- the layer for a module, for each type -------------------------------------------------------------------------
 
 
 def _projection(module: Any, where: dict[str, Any]) -> Layer:
@@ -128,7 +128,7 @@ def _block(module: Any, where: dict[str, Any]) -> Layer:
 
 
 def _activation(activation: Any) -> str:
-    """Return our name of an encoder layer's activation: a function, or a module."""
+    """Return polyattn's name of an encoder layer's activation, which is a function or a module."""
     for name, (function, kind) in ACTIVATIONS.items():
         if activation is function or isinstance(activation, kind):
             tanh = getattr(activation, "approximate", "none") == "tanh"

@@ -1,9 +1,8 @@
-"""Weights of other libraries' layers as parameters of ours, and back: names and shapes change, no number does.
+"""Conversion between other libraries' weights and polyattn's parameters: names and shapes change, values do not.
 
-Plain functions on dicts of arrays, of any library; none of the others is imported. Each takes the layers to which
-the parameters belong: one, or a dict of several by the names under which they stand in the whole model. What does
-not fit is one error: what is missing, what is unexpected, what has another shape. Results may share memory with
-what was given.
+Plain functions on dicts of arrays of any library; the other libraries are not imported. Each takes the layers of the
+parameters: one, or a dict of several by their names in the whole model. One error lists all names that are missing or
+unexpected, and all arrays of another shape. Results may share memory with the arguments.
 
 ======================================================  =========================================================
 :func:`from_torch`, :func:`to_torch`                    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm``,

@@ -1,4 +1,4 @@
-"""Arrays of theirs that hold parameters of ours, and what it takes to go from one to the other."""
+"""How an array of another library's layer corresponds to parameters of ours, and the conversion in both directions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Shape = tuple[int, ...]
 
 
 class Entry(NamedTuple):
-    """One array of theirs, and the parameters that stand in it side by side, along what is our last axis."""
+    """One array of their layer, and the parameters of ours that it contains, concatenated along our last axis."""
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
-    """Whether theirs is (out, in)."""
+    """Whether their array is (out, in)."""
     shape: Shape | None = None
-    """Theirs, where it has axes that ours has not: one for the heads."""
+    """The shape of their array, if it has an axis that ours lacks: one for the heads."""
 
     def within(self, theirs: str, ours: str) -> Entry:
-        """Return the entry with prefixes, separators included, to the names of both sides."""
+        """Return the entry with prefixes, separators included, before the names of both sides."""
         return self._replace(theirs=theirs + self.theirs, ours=tuple(ours + name for name in self.ours))
 
 
 def covering(entries: Iterable[Entry], layer: Layer, theirs: str) -> list[Entry]:
-    """Return the entries whose parameters the layer has, or raise where it has some that none of them holds."""
+    """Return the entries whose parameters the layer has; raise if no entry holds one of its parameters."""
     own = layer.parameters()
     kept = [entry for entry in entries if set(entry.ours) <= set(own)]
     _expect_nothing(sorted(set(own) - {name for entry in kept for name in entry.ours}), layer, theirs)
@@ -40,7 +40,7 @@ def covering(entries: Iterable[Entry], layer: Layer, theirs: str) -> list[Entry]
 
 
 def expect_options(layer: Layer, theirs: str, **expected: Any) -> None:
-    """Require options of a layer that their layer cannot have otherwise: the same weights would compute another."""
+    """Require the options that are fixed in their layer; with others the same weights give another result."""
     config = layer.config()
     others = [f"{name}={config[name]!r}" for name, value in expected.items() if config[name] != value]
     _expect_nothing(others, layer, theirs)
@@ -57,7 +57,7 @@ def read(
     argument: str, theirs: Any, entries: Sequence[Entry], shapes: Mapping[str, Shape], whose: str,
     passed_over: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Array]:  # fmt: skip
-    """Return parameters of these shapes out of arrays of theirs; CheckpointError where these do not fit."""
+    """Return parameters of these shapes from arrays of theirs; raise CheckpointError if these do not fit."""
     expect_fitting(argument, theirs, {entry.theirs: _shape(entry, shapes) for entry in entries}, whose, passed_over)
     parameters: dict[str, Array] = {}
     for entry in entries:
@@ -66,7 +66,7 @@ def read(
 
 
 def write(parameters: Any, entries: Sequence[Entry], shapes: Mapping[str, Shape]) -> dict[str, Array]:
-    """Return arrays of theirs that hold these parameters: the reverse of :func:`read`."""
+    """Return the arrays of theirs with these parameters: the reverse of :func:`read`."""
     expect_fitting("parameters", parameters, shapes, "of these layers")
     return {entry.theirs: _joined([parameters[name] for name in entry.ours], entry, shapes) for entry in entries}
 
@@ -75,7 +75,7 @@ def expect_fitting(
     argument: str, arrays: Any, shapes: Mapping[str, Shape], whose: str,
     passed_over: Callable[[str], bool] = lambda name: False,
 ) -> None:  # fmt: skip
-    """Require arrays of these names and shapes, or raise one error with all that is wrong with them."""
+    """Require arrays of these names and shapes; raise one error that lists every difference."""
     if not isinstance(arrays, Mapping):
         raise CheckpointError(f"{argument}: expected a dict of arrays by name, got {type(arrays).__name__}")
     faults = {
@@ -115,12 +115,12 @@ def _joined(parts: list[Array], entry: Entry, shapes: Mapping[str, Shape]) -> Ar
 
 
 def _in_c_order(xp: Any, x: Array) -> Array:
-    """Return a matrix in the order in which files hold it: writers of other libraries store memory as it lies."""
+    """Return a matrix in C order: writers of other libraries store an array's memory whatever its strides are."""
     return xp.reshape(xp.reshape(x, (-1,)), x.shape)
 
 
 def _together(entry: Entry, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape of an entry's parameters side by side."""
+    """Return the shape of an entry's parameters, concatenated along the last axis."""
     *lead, _ = shapes[entry.ours[0]]
     return (*lead, sum(shapes[name][-1] for name in entry.ours))
 

@@ -1,4 +1,4 @@
-"""Hugging Face's names of BERT, GPT-2 and Llama, as their files and their models' state dicts have them."""
+"""Hugging Face's names of BERT, GPT-2 and Llama, as in their files and their models' state dicts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Architecture(NamedTuple):
     """The names of one kind of model."""
 
     prefix: str
-    """Of the inner model's names within a model with a head."""
+    """Prefix of the inner model's names in a model with a head."""
     parts: dict[str, str]
-    """Our layers, and theirs."""
+    """Our layers' names, and theirs."""
     block: str
-    """How a block's names begin."""
+    """Prefix of the names of a block."""
     of_block: dict[str, tuple[str, ...]]
-    """Their parts of a block, and ours, which stand side by side where there are several."""
-    turned: bool
+    """Their parts of a block, and ours; several of ours are concatenated along the last axis."""
+    transposed: bool
     """Whether weights within a block are (out, in)."""
     buffers: str
-    """What files may hold as well, and is computed: a pattern."""
+    """A pattern of other names that files may contain: arrays that are computed, not trained."""
 
 
 QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
@@ -58,7 +58,7 @@ ARCHITECTURES = {
             "output.dense": ("feed_forward.down_proj",),
             "output.LayerNorm": ("norm2",),
         },
-        turned=True,
+        transposed=True,
         buffers=r"embeddings\.(position|token_type)_ids",
     ),
     "gpt2": Architecture(
@@ -73,7 +73,7 @@ ARCHITECTURES = {
             "mlp.c_fc": ("feed_forward.up_proj",),
             "mlp.c_proj": ("feed_forward.down_proj",),
         },
-        turned=False,
+        transposed=False,
         buffers=r"h\.\d+\.attn\.(bias|masked_bias)",
     ),
     "llama": Architecture(
@@ -87,7 +87,7 @@ ARCHITECTURES = {
             "post_attention_layernorm": ("norm2",),
             **{f"mlp.{x}_proj": (f"feed_forward.{x}_proj",) for x in ("gate", "up", "down")},
         },
-        turned=True,
+        transposed=True,
         buffers=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     ),
 }
@@ -105,20 +105,20 @@ def from_hugging_face(
         A state dict, or what a model's safetensors files hold; arrays of any library.
     layers : dict of layers by name
         As :func:`hugging_face_layers` makes them: "words" (the embedding), "positions", "types" and
-        "embedding_norm" (BERT), "blocks.0", "blocks.1", …, "final_norm" (GPT-2, Llama), and where they are wanted
-        "head" (GPT-2, Llama) and "pooler" (BERT).
+        "embedding_norm" (BERT), "blocks.0", "blocks.1", …, "final_norm" (GPT-2, Llama), and optionally "head"
+        (GPT-2, Llama) and "pooler" (BERT).
     architecture : {"bert", "gpt2", "llama"}
     prefix : str, optional
-        Before the names, those of the head apart; by default "bert.", "transformer." or "model." where names begin
-        so.
+        Prefix of all names but those of the head; by default "bert.", "transformer." or "model." if names begin
+        with it.
     leave_out : sequence of str
-        Beginnings of names that are not wanted, ``["cls.", "bert.pooler."]``. Buffers and a head that is the
-        embedding are passed over in any case.
+        Prefixes of names to ignore, ``["cls.", "bert.pooler."]``. Buffers and a head that equals the embedding are
+        always ignored.
 
     Returns
     -------
     dict
-        By ``layer.parameter``, what :func:`load` takes.
+        Parameters by ``layer.parameter``, for :func:`load`.
 
     Raises
     ------
@@ -162,25 +162,24 @@ def to_hugging_face(
     Parameters
     ----------
     parameters : dict
-        As :func:`parameters_of` gives them, or as they were trained; arrays of any library. Gradients go the same
-        way.
+        As :func:`parameters_of` returns them, or trained; arrays of any library. Gradients can be converted likewise.
     layers : dict of layers by name
         As for :func:`from_hugging_face`.
     architecture : {"bert", "gpt2", "llama"}
     prefix : str
-        Before the names, that of the head apart: "bert.", "transformer." or "model." for a model with a head.
+        Prefix of all names but that of the head: "bert.", "transformer." or "model." for a model with a head.
     tied_head : bool
-        Whether the embedding is given a second time, as ``lm_head.weight``, as state dicts have it.
+        Whether to return the embedding a second time as ``lm_head.weight``, as in state dicts.
 
     Returns
     -------
     dict
-        What ``model.load_state_dict`` takes once it holds tensors, and what a safetensors file may hold.
+        For ``model.load_state_dict``, once converted to tensors, or for a safetensors file.
 
     Raises
     ------
     CheckpointError
-        If the parameters are not those of the layers.
+        If names or shapes are not those of the layers.
     ArgumentError
         As :func:`from_hugging_face`.
 
@@ -208,7 +207,7 @@ def _checked(architecture: str) -> Architecture:
 
 
 def _today(name: str) -> str:
-    """Return the name that old files of BERT have otherwise."""
+    """Return the current name for a name that old files of BERT use."""
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -216,7 +215,7 @@ def _today(name: str) -> str:
 
 
 def _is_embedding(tensors: Mapping[str, Any], theirs: Mapping[tuple[str, ...], str]) -> bool:
-    """Say whether the head of a model without one of ours is the embedding once more, as it is in state dicts."""
+    """Say whether the head equals the embedding, as in state dicts, if there is no layer "head"."""
     embedding, head = tensors.get(theirs.get(("words.weight",), "")), tensors.get(HEAD)
     if ("head.weight",) in theirs or embedding is None or head is None or embedding.shape != head.shape:
         return False
@@ -243,11 +242,11 @@ def _of_part(part: str, layer: Layer, known: Architecture, architecture: str) ->
     else:
         names = ", ".join([*known.parts, "blocks.N", *([] if architecture == "bert" else ["head"])])
         raise ArgumentError(f"layers: expected some of {architecture}'s {names}, got {part!r}: {type(layer).__name__}")
-    turned = part in ("head", "pooler") or (known.turned and number is not None)
+    transposed = part in ("head", "pooler") or (known.transposed and number is not None)
     matrices = {name for name, x in layer.parameters().items() if x.ndim == 2}
     entries = []
     for theirs, modules_of_ours in modules.items():
         for kind in ("weight", "bias"):
             ours = tuple(f"{module}.{kind}".lstrip(".") for module in modules_of_ours)
-            entries.append(Entry(f"{theirs}.{kind}", ours, turned and set(ours) <= matrices))
+            entries.append(Entry(f"{theirs}.{kind}", ours, transposed and set(ours) <= matrices))
     return covering(entries, layer, architecture)

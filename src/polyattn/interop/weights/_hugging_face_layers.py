@@ -1,4 +1,4 @@
-"""Our layers for a model that Hugging Face's configuration describes."""
+"""polyattn's layers for a model that a configuration of Hugging Face describes."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ def hugging_face_layers(
     config: Any, *, head: bool = False, pooler: bool = False, dtype: str = "float32", backend: str | None = None,
     device: str | None = None,
 ) -> dict[str, Layer]:  # fmt: skip
-    """Return the layers of a BERT, a GPT-2 or a Llama by name, to be filled by :func:`from_hugging_face`.
+    """Return the layers of a BERT, a GPT-2 or a Llama by name, for the weights of :func:`from_hugging_face`.
 
     Parameters
     ----------
     config : dict
-        What the model's ``config.json`` holds; or a configuration of transformers.
+        The content of the model's ``config.json``, or a configuration object of transformers.
     head : bool
-        Whether a projection to the words is wanted, "head". There is none where ``tie_word_embeddings`` says that
-        the head is the embedding: logits are ``x @ words.T`` then.
+        Whether to return "head", a projection to the vocabulary. With ``tie_word_embeddings`` there is none, because
+        the head equals the embedding: logits are ``x @ words.T``.
     pooler : bool
-        Whether BERT's "pooler", before its tanh, is wanted.
+        Whether to return BERT's "pooler", without its tanh.
     dtype : str
     backend, device : str, optional
-        Where the parameters live and the layers compute.
+        Where the layers are bound.
 
     Returns
     -------
     dict
-        BERT: norm(words + positions + types) goes through "blocks.0", "blocks.1", …. GPT-2: words + positions goes
-        through the blocks with ``causal=True``, then "final_norm". Llama: the same from the words alone.
+        BERT: "blocks.0", "blocks.1", … are applied to norm(words + positions + types). GPT-2: the blocks with
+        ``causal=True``, then "final_norm", are applied to words + positions. Llama: the same, to the words alone.
 
     Raises
     ------
     ArgumentError
-        If ``model_type`` is another, or the configuration asks for what the layers do not compute; the message says
-        for what.
+        If ``model_type`` is another, or the layers do not support a setting of the configuration; the message names
+        it.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def hugging_face_layers(
 
 
 class Config:
-    """A configuration's values by name: one that is missing or not understood is told under its name."""
+    """A configuration's values by name; errors name a value that is missing or not supported."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -89,17 +89,17 @@ class Config:
         return self.values[name]
 
     def get(self, name: str, default: Any) -> Any:
-        """Return a value; where there is none, or None, the default."""
+        """Return a value, or the default if it is missing or None."""
         found = self.values.get(name)
         return default if found is None else found
 
     def expect(self, name: str, value: Any) -> None:
-        """Require that a setting is absent or has the one value that the layers compute."""
+        """Require that a setting is absent or has the only value that the layers support."""
         if self.get(name, value) != value:
             raise ArgumentError(f"config: expected {name}={value!r}, got {self.values[name]!r}")
 
     def activation(self, name: str, default: str, known: Mapping[str, str]) -> str:
-        """Return our name of an activation."""
+        """Return polyattn's name of an activation."""
         theirs = self.get(name, default)
         if theirs not in tuple(known):
             raise ArgumentError(f"config: expected {name} to be one of {', '.join(known)}, got {theirs!r}")
@@ -170,7 +170,7 @@ MODELS: dict[str, Any] = {"bert": _bert, "gpt2": _gpt2, "llama": _llama}
 
 
 def _rotary(config: Config) -> dict[str, Any]:
-    """Return the settings of the rotary embedding; configurations before transformers 5 have two entries for them."""
+    """Return the settings of the rotary embedding; before transformers 5 configurations have two entries for them."""
     old = {"rope_theta": config.get("rope_theta", 10000.0), **config.get("rope_scaling", {})}
     rope = Config(config.get("rope_parameters", old))
     rope.expect("partial_rotary_factor", 1.0)

@@ -1,4 +1,4 @@
-"""Keras's and Flax's attention: heads have an axis of their own; Keras names variables by path, Flax nests dicts."""
+"""Weights of Keras's and Flax's attention, which have a separate axis for heads. Keras has paths, Flax nested dicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAX = {
 
 
 def from_keras(weights: Mapping[str, Array], layers: Layers) -> dict[str, Array]:
-    """Return variables of Keras's attention under our names, and without the axis of the heads.
+    """Return variables of Keras's attention under our names, without the axis of heads.
 
     Parameters
     ----------
@@ -37,21 +37,21 @@ def from_keras(weights: Mapping[str, Array], layers: Layers) -> dict[str, Array]
         ``{v.path.removeprefix(f"{layer.path}/"): v.numpy() for v in layer.weights}``: ``query/kernel``,
         ``query/bias``, ``key/kernel``, … ``attention_output/bias``; arrays of any library.
     layers : MultiHeadAttention, or dict of them by name
-        What the variables are for: ``keras.layers.MultiHeadAttention``, or ``GroupQueryAttention`` where the layer
-        has fewer heads of keys than of queries. Several under their paths, ``{"encoder/attention": layer, …}``; then
-        the names of the result begin with those, and a dot.
+        The layers for the variables of ``keras.layers.MultiHeadAttention``, or of ``GroupQueryAttention`` if the
+        layer has fewer heads of keys than of queries. With several layers by path, ``{"encoder/attention": layer,
+        …}``, the names of the result are prefixed by the path and a dot.
 
     Returns
     -------
     dict
-        What ``layer.load_parameters``, or :func:`load` for several, takes.
+        For ``layer.load_parameters``, or :func:`load` with several layers.
 
     Raises
     ------
     CheckpointError
         If names or shapes are not those of these layers in Keras; the message lists all of them.
     ArgumentError
-        If a layer is no MultiHeadAttention, or has options that Keras's lacks.
+        If a layer is not a MultiHeadAttention, or has options that Keras's lacks.
 
     Notes
     -----
@@ -77,7 +77,7 @@ def to_keras(parameters: Mapping[str, Array], layers: Layers) -> dict[str, Array
     Parameters
     ----------
     parameters : dict
-        As :func:`parameters_of` gives them, or as they were trained; arrays of any library.
+        As :func:`parameters_of` returns them, or trained; arrays of any library.
     layers : MultiHeadAttention, or dict of them by name
         As for :func:`from_keras`.
 
@@ -89,7 +89,7 @@ def to_keras(parameters: Mapping[str, Array], layers: Layers) -> dict[str, Array
     Raises
     ------
     CheckpointError
-        If the parameters are not those of the layers.
+        If names or shapes are not those of the layers.
     ArgumentError
         As :func:`from_keras`.
 
@@ -105,27 +105,27 @@ def to_keras(parameters: Mapping[str, Array], layers: Layers) -> dict[str, Array
 
 
 def from_flax(state: Mapping[str, Any], layers: Layers) -> dict[str, Array]:
-    """Return parameters of ``nnx.MultiHeadAttention`` under our names, and without the axis of the heads.
+    """Return parameters of ``nnx.MultiHeadAttention`` under our names, without the axis of heads.
 
     Parameters
     ----------
     state : nested dict
         ``nnx.to_pure_dict(nnx.state(module, nnx.Param))``; Linen's ``variables["params"]`` is the same.
     layers : MultiHeadAttention, or dict of them by name
-        What the parameters are for; several under the dotted names of their modules in the whole model. One with
-        ``qk_norm="layer"`` is for ``normalize_qk=True``.
+        The layers for the parameters; several by the dotted names of their modules in the whole model. A layer with
+        ``qk_norm="layer"`` corresponds to ``normalize_qk=True``.
 
     Returns
     -------
     dict
-        What ``layer.load_parameters``, or :func:`load` for several, takes.
+        For ``layer.load_parameters``, or :func:`load` with several layers.
 
     Raises
     ------
     CheckpointError
         If names or shapes are not those of these layers in Flax; the message lists all of them.
     ArgumentError
-        If a layer is no MultiHeadAttention, or has options that Flax's lacks.
+        If a layer is not a MultiHeadAttention, or has options that Flax's lacks.
 
     Examples
     --------
@@ -146,19 +146,19 @@ def to_flax(parameters: Mapping[str, Array], layers: Layers) -> dict[str, Any]:
     Parameters
     ----------
     parameters : dict
-        As :func:`parameters_of` gives them, or as they were trained; arrays of any library.
+        As :func:`parameters_of` returns them, or trained; arrays of any library.
     layers : MultiHeadAttention, or dict of them by name
         As for :func:`from_flax`.
 
     Returns
     -------
     nested dict
-        What ``nnx.replace_by_pure_dict`` takes.
+        For ``nnx.replace_by_pure_dict``.
 
     Raises
     ------
     CheckpointError
-        If the parameters are not those of the layers.
+        If names or shapes are not those of the layers.
     ArgumentError
         As :func:`from_flax`.
 
@@ -192,7 +192,7 @@ def _flax(part: str, layer: Layer) -> list[Entry]:
 
 
 def _entries(layer: Layer, table: Mapping[str, str], theirs: str, *lacks: str) -> list[Entry]:
-    """Return the entries of a layer by a table of names; ``lacks`` are options that theirs has no argument for."""
+    """Return the entries of a layer by a table of names; ``lacks`` are options that their layer does not have."""
     if not isinstance(layer, MultiHeadAttention):
         raise ArgumentError(f"layers: expected MultiHeadAttention, got a {type(layer).__name__}")
     fixed = {"value_dim": layer.head_dim, "qk_norm": "layer", "qk_norm_eps": 1e-6}
@@ -201,7 +201,7 @@ def _entries(layer: Layer, table: Mapping[str, str], theirs: str, *lacks: str) -
     heads = {"q_proj": (q, layer.head_dim), "k_proj": (kv, layer.head_dim), "v_proj": (kv, layer.value_dim)}
     entries, own = [], layer.parameters()
     for name in (name for name in table if name in own):
-        # The axis of the heads is part of the last axis of an in-projection, and of the first of the out-projection.
+        # Heads are part of the last axis of an in-projection, and of the first axis of the out-projection.
         shape = (*own[name].shape[:-1], *heads.get(name.partition(".")[0], own[name].shape[-1:]))
         shape = (q, layer.value_dim, *shape[1:]) if name == "out_proj.weight" else shape
         entries.append(Entry(table[name], (name,), shape=shape))

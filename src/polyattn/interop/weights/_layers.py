@@ -1,4 +1,4 @@
-"""One layer or several by name: their parameters as one dict, and back into them."""
+"""The parameters of one layer, or of several by name, as one dict, and loading such a dict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parameters_of(layers: Layers) -> dict[str, Array]:
     Raises
     ------
     ArgumentError
-        If it is something else.
+        If ``layers`` is anything else.
 
     Examples
     --------
@@ -38,12 +38,12 @@ def parameters_of(layers: Layers) -> dict[str, Array]:
 
 
 def load(layers: Layers, parameters: Mapping[str, Array]) -> None:
-    """Copy parameters under the names of :func:`parameters_of` into the layers that they belong to.
+    """Copy parameters by the names of :func:`parameters_of` into their layers.
 
     Parameters
     ----------
     layers : Layer, or dict of layers by name
-        On any backend; changed in place, and not at all where something does not fit.
+        On any backend; changed in place, unless an error is raised.
     parameters : dict
         Arrays of any library.
 
@@ -73,7 +73,7 @@ def load(layers: Layers, parameters: Mapping[str, Array]) -> None:
 
 
 def parts_of(layers: Layers) -> dict[str, Layer]:
-    """Return layers by name; one alone has the empty name."""
+    """Return layers by name; a single layer has the empty name."""
     if isinstance(layers, Layer):
         return {"": layers}
     if isinstance(layers, Mapping) and all(isinstance(layer, Layer) for layer in layers.values()):
@@ -82,7 +82,7 @@ def parts_of(layers: Layers) -> dict[str, Layer]:
 
 
 def dotted(part: str, name: str, separator: str = ".") -> str:
-    """Return the name of a parameter of a part; a part without a name adds nothing."""
+    """Return the name of a parameter, prefixed by that of its part, which may be empty."""
     return f"{part}{separator}{name}" if part else name
 
 

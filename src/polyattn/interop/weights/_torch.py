@@ -1,4 +1,4 @@
-"""torch's layers: weights are (out, in), and a self-attention has one matrix for queries, keys and values."""
+"""Weights of torch's layers: (out, in), and in self-attention one matrix for queries, keys and values."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["from_torch", "to_torch"]
 
 
 def from_torch(state: Mapping[str, Array], layers: Layers) -> dict[str, Array]:
-    """Return a state dict of torch's under our names, weights as (in, out).
+    """Return a state dict of torch under our names, with weights as (in, out).
 
     Parameters
     ----------
     state : dict
-        ``module.state_dict()``, or the same read from a file: tensors, or arrays of any other library.
+        ``module.state_dict()``, or the same from a file: tensors, or arrays of any other library.
     layers : Layer, or dict of layers by name
-        What the parameters are for: a Projection, LayerNorm, RMSNorm, Embedding, MultiHeadAttention or
-        TransformerBlock; or several under the names of their modules, ``{"encoder.layers.0": block, …}``.
+        The layers for the parameters: a Projection, LayerNorm, RMSNorm, Embedding, MultiHeadAttention or
+        TransformerBlock; or several by the names of their modules, ``{"encoder.layers.0": block, …}``.
 
     Returns
     -------
     dict
-        What ``layer.load_parameters``, or :func:`load` for several, takes. In-projections that are packed
-        (``in_proj_weight``) and separate ones (``q_proj_weight``, …) are both understood.
+        For ``layer.load_parameters``, or :func:`load` with several layers. In-projections may be packed
+        (``in_proj_weight``) or separate (``q_proj_weight``, …).
 
     Raises
     ------
     CheckpointError
         If names or shapes are not those of these layers in torch; the message lists all of them.
     ArgumentError
-        If a layer has no counterpart in torch, or has options that this lacks.
+        If a layer has no counterpart in torch, or has options that the counterpart lacks.
 
     Examples
     --------
@@ -58,23 +58,23 @@ def to_torch(parameters: Mapping[str, Array], layers: Layers, *, packed: bool = 
     Parameters
     ----------
     parameters : dict
-        As :func:`parameters_of` gives them, or as they were trained; arrays of any library.
+        As :func:`parameters_of` returns them, or trained; arrays of any library.
     layers : Layer, or dict of layers by name
         As for :func:`from_torch`.
     packed : bool
-        Whether a self-attention has one ``in_proj_weight``; else ``q_proj_weight``, ``k_proj_weight``,
-        ``v_proj_weight``, as ``torch.nn.functional.multi_head_attention_forward`` can take them. Keys or values
-        of another width are separate in any case.
+        Whether self-attention has one ``in_proj_weight``; else ``q_proj_weight``, ``k_proj_weight``,
+        ``v_proj_weight``, as ``torch.nn.functional.multi_head_attention_forward`` takes them. If keys or values have
+        another width, they are always separate.
 
     Returns
     -------
     dict
-        What ``module.load_state_dict`` takes, once it holds tensors.
+        For ``module.load_state_dict``, once converted to tensors.
 
     Raises
     ------
     CheckpointError
-        If the parameters are not those of the layers.
+        If names or shapes are not those of the layers.
     ArgumentError
         As :func:`from_torch`.
 
@@ -134,7 +134,7 @@ def _entries(layer: Layer, separate: bool) -> list[Entry]:
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what torch's layers have no argument for; a window is an argument of the call, there a mask."""
+    """Return the options that torch's layers lack; a window is an argument of the call, and in torch a mask."""
     heads, width = config["num_heads"], config["d_model"]
     size = width // heads
     options = {"num_kv_heads": heads, "head_dim": size, "value_dim": size, "scale": None, "rotary": None}

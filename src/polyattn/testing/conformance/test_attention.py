@@ -65,7 +65,7 @@ def test_weights(make: Any, to_np: Any, case: Any) -> None:
     if lead == problem.dout.shape[:-3] and "mask" not in arguments:
         expected = ref.attention(*problem.inputs, **problem.arguments).weights
     else:
-        values = np.zeros((*problem.inputs[1].shape[:-1], 1))  # without v, which may bring leading axes of its own
+        values = np.zeros((*problem.inputs[1].shape[:-1], 1))  # in place of v, which may have other leading axes
         expected = ref.attention(q=problem.inputs[0], k=problem.inputs[1], v=values, **problem.arguments).weights
     assert_close(weights, expected.reshape(weights.shape))
 
@@ -124,7 +124,7 @@ def test_bias_and_sinks_may_have_another_dtype(make: Any, to_np: Any) -> None:
 
 @pytest.mark.parametrize("case", NARROW, ids=by_name)
 def test_every_kernel(target: Any, make: Any, to_np: Any, case: Any) -> None:
-    """Each kernel that the backend brings, and the generic one, gives the reference or a reason."""
+    """Each kernel of the backend, and the generic one, agrees with the reference or declines with a reason."""
     problem = case.problem()
     inputs, arguments = problem.native(make, "float64")
     expected = ref.attention(*problem.inputs, **problem.arguments)
@@ -155,7 +155,7 @@ def test_unknown_kernel(make: Any) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "mask-empty-rows", "everything"])
 def test_merge_of_parts_is_the_whole(make: Any, to_np: Any, name: Any) -> None:
-    """Keys 0–2 and 3–6 apart, then joined: in both orders, and with an empty part; sinks go to one part only."""
+    """Attention over keys 0–2 and 3–6, merged in both orders and with an empty part; one part has the sinks."""
     problem = next(case for case in CASES if case.name == name).problem()
     q, k, v = problem.inputs
     allowed = ref.allowed_pairs((*problem.dout.shape[:-1], 7), **{

@@ -52,7 +52,7 @@ def test_embedding(target: Any, contract: Any, backend: Any, make: Any, to_np: A
 
 @pytest.fixture
 def build(contract: Any, backend: Any, target: Any, to_np: Any) -> Any:
-    """Return ``build(**settings)``: a feed-forward layer 8-12-8, its biases not zero, and its parameters."""
+    """Return ``build(**settings)``: a feed-forward layer 8-12-8 with nonzero biases, and its parameters."""
 
     def build(dtype: Any = "float64", **settings: Any) -> Any:
         layer = pa.FeedForward(8, 12, dtype=dtype, backend=backend, device=target.device, seed=3, **settings)
@@ -118,7 +118,7 @@ def test_feed_forward_by_central_differences(build: Any, make: Any, to_np: Any, 
 
 
 def test_feed_forward_in_every_dtype(build: Any, make: Any, to_np: Any, dtype: Any) -> None:
-    """Each array is rounded to the dtype, the hidden one too: a few times an operation's own error."""
+    """All arrays, the hidden one too, are rounded to the dtype: the tolerance is a few times that of one operation."""
     layer, parameters = build(dtype, activation="swiglu")
     x, dy = make(X, dtype), make(DY, dtype)
     y, cache = layer.forward(x)

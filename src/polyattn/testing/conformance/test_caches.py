@@ -1,4 +1,4 @@
-"""There is no hidden state: forwards may be repeated, interleaved, run in threads and compiled before a backward."""
+"""Operations have no hidden state: forwards may be repeated, interleaved, threaded and compiled before a backward."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +74,7 @@ def test_an_upstream_of_another_shape_or_dtype_is_refused(make: Any) -> None:
 
 
 def test_threads_do_not_meet(make: Any, to_np: Any) -> None:
-    """Case 20: ten threads on arrays full of their own number, plain and transposed, and on problems of their own."""
+    """Case 20: ten threads with constant arrays, plain and transposed, and with different problems."""
     problems = [draw() for _ in range(10)]
 
     def work(i: Any) -> Any:
@@ -102,7 +102,7 @@ def test_threads_do_not_meet(make: Any, to_np: Any) -> None:
 
 
 def test_selection_in_threads(contract: Any, make: Any, to_np: Any) -> None:
-    """Half of the threads select NumPy, half the backend; each gets what it selected."""
+    """Half of the threads select NumPy, half the backend; each thread computes on its own selection."""
 
     def work(i: Any) -> Any:
         name = contract.name if i % 2 else "numpy"
@@ -135,7 +135,7 @@ def test_compiled_forward_and_backward(contract: Any, make: Any, to_np: Any) -> 
 
 
 def test_a_cache_crosses_the_compiler(contract: Any, make: Any, to_np: Any) -> None:
-    """A cache comes out of one compiled function and goes into another, or into an eager backward."""
+    """A cache is a result of one compiled function, and an argument of another or of an eager backward."""
     hosts = draw()
     native = [make(x) for x in hosts]
     _, cache = contract.jit(lambda q, k, v: pa.attention_forward(q, k, v, causal=True))(*native[:3])
@@ -146,7 +146,7 @@ def test_a_cache_crosses_the_compiler(contract: Any, make: Any, to_np: Any) -> N
 
 
 def test_compiled_isolation(contract: Any, make: Any, to_np: Any) -> None:
-    """Under the compiler too, a NaN at an excluded key reaches nothing, and another NaN is not hidden."""
+    """In compiled functions too, NaN at an excluded key has no effect, and NaN elsewhere is propagated."""
     hosts = draw()
     mask = np.array([True, True, True, True, False])
 

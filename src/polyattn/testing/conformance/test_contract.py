@@ -1,4 +1,4 @@
-"""The Backend object keeps the contract of ``polyattn.backend``; every hook does what its fallback does."""
+"""The Backend object fulfils the contract of ``polyattn.backend``; every hook agrees with its fallback."""
 
 import sys
 from typing import Any
@@ -198,7 +198,7 @@ def test_differentiable_computes_the_forward(contract: Any, make: Any, to_np: An
 
 
 def test_synchronize_waits_for_the_results(contract: Any, make: Any, to_np: Any, xp: Any) -> None:
-    """Once it returns, memory shared with NumPy holds the results; without arrays there is nothing to wait for."""
+    """After the call, memory shared with NumPy has the results; a call without arrays is valid too."""
     x = make(np.ones((64, 64)))
     y = xp.matmul(x, x)
     assert contract.synchronize(x, y) is None

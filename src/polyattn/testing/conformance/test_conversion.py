@@ -1,4 +1,4 @@
-"""Arrays cross between NumPy and the backend unchanged, whatever their layout, and only where they were asked to."""
+"""Conversion between NumPy and the backend preserves the values of every layout, and happens only if selected."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def read_only(x: Any) -> Any:
 
 
 def misaligned(x: Any) -> Any:
-    """Return a copy that starts one byte off its alignment."""
+    """Return a copy that is misaligned by one byte."""
     buffer = np.zeros(x.nbytes + 1, dtype=np.uint8)
     view = buffer[1:].view(x.dtype).reshape(x.shape)
     view[...] = x
@@ -50,7 +50,7 @@ def test_layouts_arrive_and_return(contract: Any, xp: Any, layout: Any) -> None:
     there = pa.to_backend(source, contract.name)
     assert contract.owns(there)
     assert tuple(there.shape) == source.shape
-    # Compared on the backend with an array that it made itself, so that two wrongs cannot make a right.
+    # Compared on the backend with an array created there, so that two errors of conversion do not cancel.
     own = xp.reshape(xp.asarray(before.tolist(), dtype=contract.dtype("float64")), source.shape)
     assert bool(xp.all(xp.equal(there, own)))
     back = pa.to_backend(there, "numpy")
@@ -85,7 +85,7 @@ def test_bfloat16_keeps_its_bits(contract: Any, target: Any, make: Any, xp: Any)
 
 
 def test_foreign_byte_order(contract: Any, to_np: Any) -> None:
-    """Either the values arrive, or the dtype is refused."""
+    """Either the values are converted, or the dtype is rejected with an error."""
     source = np.array([1.0, 2.5], dtype=np.dtype(np.float64).newbyteorder())
     try:
         there = pa.to_backend(source, contract.name)
@@ -114,7 +114,7 @@ def test_no_copy_is_refused_where_one_is_needed(contract: Any, to_np: Any) -> No
         there = pa.to_backend(source, contract.name, copy=False)
     except pa.BackendMismatchError:
         return
-    source[:] = 7.0  # where it was not refused, the memory is shared
+    source[:] = 7.0  # the memory is shared if the view was not rejected
     np.testing.assert_array_equal(to_np(there), np.full(4, 7.0))
 
 
@@ -148,7 +148,7 @@ def test_forbidden_crossing(contract: Any, make: Any) -> None:
 
 
 def test_every_other_library(contract: Any, make: Any, to_np: Any) -> None:
-    """From the backend to each library that is ready here, and back."""
+    """From the backend to each other installed library, and back."""
     x = make(np.arange(6.0).reshape(2, 3), "float32")
     for info in pa.list_backends():
         if info.state == "ready":

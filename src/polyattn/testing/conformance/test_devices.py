@@ -1,4 +1,4 @@
-"""On every device that the backend addresses: everything is created there, stays there, and comes back from there."""
+"""On every device of the backend, arrays are created, computed and returned on that device."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ X, DY = RNG.standard_normal((2, 5, 8)), RNG.standard_normal((2, 5, 8))
 
 
 def places(contract: Any, make: Any) -> Any:
-    """Return each device with its own ``make``; float32, which every device has."""
+    """Return each device with its ``make``; in float32, which every device supports."""
 
     def on(device: Any) -> Any:
         return lambda x, dtype="float32": pa.to_backend(make(x, dtype), contract.name, device=device)
@@ -24,7 +24,7 @@ def places(contract: Any, make: Any) -> Any:
 
 
 def fetch(contract: Any, device: Any, *arrays: Any) -> Any:
-    """Check where the arrays are, and return them on the host."""
+    """Check the device of the arrays, and return them on the host."""
     for x in arrays:
         assert contract.device_of(x) == device
     return [np.asarray(pa.to_backend(x, "numpy"), dtype=np.float64) for x in arrays]
@@ -103,7 +103,7 @@ def test_losses(contract: Any, make: Any) -> None:
 
 
 def test_training_step(contract: Any, make: Any) -> None:
-    """A step of a layer and an optimiser, native from end to end: not one array changes library or device."""
+    """A training step of a layer and an optimiser transfers no array to another library or device."""
     for device, on in places(contract, make):
         layer = pa.MultiHeadAttention(8, 2, backend=contract.name, device=device, seed=1)
         assert layer.device == device
@@ -127,7 +127,7 @@ def test_training_step(contract: Any, make: Any) -> None:
 
 
 def test_results_go_home(contract: Any, backend: Any, make: Any) -> None:
-    """Selected from NumPy: computed on the device, back on the host."""
+    """NumPy arrays are computed on the selected device, and the results are on the host."""
     for device in contract.devices():
         with pa.use_backend(backend, device=device):
             out, cache = pa.attention_forward(*(X.astype(np.float32),) * 3, causal=True)
@@ -139,7 +139,7 @@ def test_results_go_home(contract: Any, backend: Any, make: Any) -> None:
 
 
 def test_upstream_gradients_of_another_device_are_refused(contract: Any, make: Any) -> None:
-    """Neither the output's nor the log-sum-exp's is moved behind the caller's back."""
+    """Neither dout nor dlse is transferred implicitly."""
     (first, here), *others = places(contract, make)
     out, cache = pa.attention_forward(here(X), here(X), here(X))
     for device, there in others:

@@ -1,4 +1,4 @@
-"""Dropout: the same bits on every backend, scaled, rebuilt in the backward, absent from the weights."""
+"""Dropout: the same mask on every backend and in the backward, the scale, and weights without dropout."""
 
 from typing import Any
 

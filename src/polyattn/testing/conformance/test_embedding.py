@@ -1,4 +1,4 @@
-"""Rows of a table, and the sum that goes back to each: values, every integer type, bad indices, compiled indices."""
+"""Embedding: values, the gradient of the table, every integer type, bad indices, compiled indices."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_central_differences(make: Any, to_np: Any) -> None:
 
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_indices_of_every_type(make: Any, to_np: Any, kind: Any) -> None:
-    """In a table with more rows than the smallest types can count."""
+    """The table has more rows than the smallest types can represent."""
     weight, indices = RNG.standard_normal((300, 2)), np.array([100, 0, 100])
     y, cache = F.embedding_forward(make(indices, kind), make(weight))
     np.testing.assert_array_equal(to_np(y), weight[indices])
@@ -63,7 +63,7 @@ def test_shapes_of_indices(make: Any, to_np: Any, shape: Any) -> None:
 
 
 def test_long_sums_are_taken_wider(make: Any, to_np: Any, dtype: Any) -> None:
-    """4096 ones, one by one, stop at 2048 in float16 and at 256 in bfloat16."""
+    """The sum of 4096 ones in float16 would stop at 2048, in bfloat16 at 256."""
     _, cache = F.embedding_forward(make(np.ones(4096), "int64"), make(np.zeros((2, 1)), dtype))
     dweight = F.embedding_backward(make(np.ones((4096, 1)), dtype), cache).weight
     np.testing.assert_array_equal(to_np(dweight), [[0.0], [4096.0]])
@@ -82,7 +82,7 @@ def test_bad_arguments(make: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 5, 2**31 - 1])
 def test_indices_out_of_range(contract: Any, make: Any, to_np: Any, monkeypatch: Any, wrong: Any) -> None:
-    """Refused where they can be seen; elsewhere such an index gives zeros and moves no row, whatever comes back."""
+    """An error if indices are readable; else such an index gives zeros, and its gradient is dropped."""
     indices = make([1, wrong], "int32")
     if contract.state(indices).readable:
         for call in (F.embedding, F.embedding_forward):

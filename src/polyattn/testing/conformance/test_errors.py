@@ -1,4 +1,4 @@
-"""Bad input raises at the call, with the argument, what was expected and what came."""
+"""Bad input raises at the call, with the argument, what was expected and what was given."""
 
 from typing import Any
 
@@ -126,7 +126,7 @@ def test_unknown_backend(contract: Any, make: Any) -> None:
 
 
 def test_read_only_arrays_are_never_written(contract: Any, backend: Any, tmp_path: Any) -> None:
-    """Case 23: a read-only array, a broadcast view and a read-only memory map, selected onto the backend."""
+    """Case 23: a read-only array, a broadcast view and a read-only memory map, moved to the selected backend."""
     base = np.random.default_rng(0).standard_normal((2, 3, 4))
     base.tofile(tmp_path / "x.bin")
     locked = base.copy()
@@ -143,4 +143,4 @@ def test_read_only_arrays_are_never_written(contract: Any, backend: Any, tmp_pat
             normed = pa.functional.layer_norm(x)
         assert type(out) is type(normed) is type(grads.q) is np.ndarray
         np.testing.assert_array_equal(x, before)
-        out[...] = 0.0  # what comes back is the caller's
+        out[...] = 0.0  # the result is writable, and shares no memory with the input

@@ -1,4 +1,4 @@
-"""Losses and softmax at both ends of the range, and with classes left out: as exact arithmetic has them."""
+"""Losses and softmax at both ends of the range, and with excluded classes, against exact arithmetic."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ F = pa.functional
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38,
            "float64": float(np.finfo("float64").max)}  # fmt: skip
 LEAST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
-"""The least normal numbers: some libraries have nothing below them."""
+"""The least normal numbers: some libraries flush subnormal numbers to zero."""
 HALF_A_DIGIT = {"float16": 12, "bfloat16": 9, "float32": 25, "float64": 54}
 
 
 def agree(actual: Any, expected: Any, dtype: str, what: str, scale: float = 0.0) -> None:
-    """Compare relative to the largest that is expected, or to ``scale``; an error below the least number is none."""
+    """Compare relative to the largest expected value, or to ``scale``; errors below the least number are ignored."""
     finite = np.abs(expected[np.isfinite(expected)])
     scale = max(scale, float(np.max(finite, initial=0.0)), LEAST[dtype] / TOLERANCES[dtype])
     assert_close(actual, expected, dtype, scale=scale, what=what)
@@ -38,13 +38,13 @@ def decimals(x: Any) -> Any:
 
 
 def held(x: Any, dtype: str) -> Any:
-    """Return decimals as float64, infinite where the dtype does not hold them."""
-    past = Decimal(LARGEST[dtype]) * (1 + Decimal(2) ** -HALF_A_DIGIT[dtype])  # what rounds to infinity
+    """Return decimals as float64, infinite beyond the range of the dtype."""
+    past = Decimal(LARGEST[dtype]) * (1 + Decimal(2) ** -HALF_A_DIGIT[dtype])  # rounds to infinity from here
     return np.vectorize(lambda v: float(v) if abs(v) <= past else np.copysign(np.inf, float(v)), otypes=[float])(x)
 
 
 def log_p(x: Any) -> Any:
-    """Return log softmax of rows of decimals; −∞ is left out."""
+    """Return log softmax of rows of decimals; −∞ excludes a class."""
     there = np.array([[value.is_finite() for value in row] for row in x])
     log = np.full(x.shape, Decimal("-Infinity"))
     for i, finite in enumerate(there):
@@ -87,7 +87,7 @@ def test_mse(make: Any, to_np: Any, dtype: Any, case: Any) -> None:
         difference, dy = decimals(to_np(prediction)) - decimals(to_np(target)), decimals(to_np(upstream))
         want_loss, want = (held(x / 64, dtype) for x in (np.sum(difference**2), 2 * difference * dy))
     agree(to_np(loss), want_loss, dtype, "loss")
-    for got, expected in zip(to_np(grads.prediction), want, strict=True):  # each for itself
+    for got, expected in zip(to_np(grads.prediction), want, strict=True):  # element by element
         agree(got, expected, dtype, "gradient")
     np.testing.assert_array_equal(to_np(grads.target), -to_np(grads.prediction))
 
@@ -96,7 +96,7 @@ def test_mse(make: Any, to_np: Any, dtype: Any, case: Any) -> None:
 
 
 def rows(b: float) -> Any:
-    """Return logits that are far apart, the least, equal, and some that are left out."""
+    """Return logits that are far apart, tiny, equal, and some that are −inf."""
     return np.array([
         [b, -b, 0.0, b], [0.0, -b, -b, -b], [-b] * 4, [-b, -b / 2, -b, -b],
         [0.0] * 4, [b] * 4, [-np.inf, 0.0, 1.0, -np.inf], [b, -np.inf, b, 0.0],
@@ -127,7 +127,7 @@ def test_softmax(make: Any, to_np: Any, dtype: Any, upstream: Any) -> None:
     for name, (want_y, want_dx) in wanted.items():
         y, cache = getattr(F, f"{name}_forward")(x)
         (dx,) = getattr(F, f"{name}_backward")(dy, cache)
-        for i in range(8):  # each row for itself
+        for i in range(8):  # row by row
             agree(to_np(y)[i], want_y[i], dtype, f"{name} of row {i}")
             agree(to_np(dx)[i], want_dx[i], dtype, f"gradient of {name} of row {i}", scale)
 
@@ -190,7 +190,7 @@ def test_cross_entropy(make: Any, to_np: Any, dtype: Any, case: Any, soft: bool,
 
 
 def test_a_class_that_teacher_and_student_leave_out(make: Any, to_np: Any, dtype: Any) -> None:
-    """The gradient goes through both softmaxes as without the class: of logits (0, 1) against (0, 2) ±2 p (1 - p)."""
+    """The gradient through both softmaxes is that without the class: for logits (0, 1) and (0, 2), ±2 p (1 - p)."""
     p, cache = F.softmax_forward(make([[0.0, 1.0, -np.inf]], dtype))
     _, loss_cache = F.cross_entropy_forward(make([[0.0, 2.0, -np.inf]], dtype), p)
     grads = F.cross_entropy_backward(make(1.0, dtype), loss_cache)

@@ -1,4 +1,4 @@
-"""Values at the ends of what an argument can be: far positions, every integer type, numbers without bound."""
+"""Extreme arguments: large positions, every integer type, large and tiny numbers."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def gradients(make: Any, to_np: Any, dout: Any, dtype: Any = "float64", **argume
 @pytest.mark.parametrize("offset", [2**31 - 2, 2**29, -(2**29), -(2**31)])
 @pytest.mark.parametrize("kind", ["static", "int32", "int64"])
 def test_far_positions(make: Any, to_np: Any, offset: Any, kind: Any) -> None:
-    """Positions do not wrap round: far behind the keys a query sees all of them, far before them none."""
+    """Positions do not wrap around: a query far after the keys attends to all of them, far before them to none."""
     q_offset = offset if kind == "static" else make(offset, kind)
     windows: Any = [(None, 0), (None, 2**28)] + ([(2**31 + 5, 2**28)] if kind == "static" else [])
     for window in windows:
@@ -54,7 +54,7 @@ def test_integers_of_every_type(make: Any, to_np: Any, kind: Any) -> None:
      ("uint64", 2**63 + 2**33 + 5)],
 )  # fmt: skip
 def test_a_seed_is_its_value(make: Any, to_np: Any, kind: Any, seed: Any) -> None:
-    """The same dropout mask whether the seed came as a Python integer or as an array, of whatever type holds it."""
+    """The dropout mask is the same for a seed as a Python integer and as an array of any integer type."""
     inputs = [make(x) for x in (Q, K, V)]
     of_array, of_number = (pa.attention(*inputs, dropout=0.5, seed=s) for s in (make(seed, kind), seed))
     np.testing.assert_array_equal(to_np(of_array), to_np(of_number))
@@ -62,7 +62,7 @@ def test_a_seed_is_its_value(make: Any, to_np: Any, kind: Any, seed: Any) -> Non
 
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_labels_of_every_type(make: Any, to_np: Any, kind: Any) -> None:
-    """More classes than the type can count, and an index to ignore that it cannot hold."""
+    """There are more classes than the type can represent, and ``ignore_index`` is outside of its range."""
     logits, labels = RNG.standard_normal((3, 300)), np.array([44, 100, 1])
     loss, cache = F.cross_entropy_forward(make(logits), make(labels, kind), ignore_index=-100)
     assert_close(to_np(loss), ref.cross_entropy(logits, labels))
@@ -71,7 +71,7 @@ def test_labels_of_every_type(make: Any, to_np: Any, kind: Any) -> None:
 
 
 def test_ignored_samples_reach_nothing(make: Any, to_np: Any) -> None:
-    """Not even a NaN in their logits; where all are ignored the mean is NaN, and no logit moves it."""
+    """NaN in ignored logits has no effect; if all samples are ignored, the mean is NaN and the gradient is zero."""
     logits = RNG.standard_normal((2, 3))
     clean = ref.cross_entropy_gradient(1.0, logits, [1, 2], ignore_index=1)
     logits[0] = np.nan
@@ -99,12 +99,12 @@ def run(name: Any, make: Any, to_np: Any, dtype: Any, *hosts: Any, **options: An
 
 
 def test_silu_far_out(make: Any, to_np: Any) -> None:
-    """It is right to the last digits where it is tiny, and neither its value nor its slope overflows."""
+    """Tiny values are accurate to the last digits, and neither the value nor the derivative overflows."""
     x = np.array([-700.0, -40.0, -20.0, 0.0, 20.0, 700.0])
     y, dx = run("silu", make, to_np, "float64", x)
     for value, slope, *at in zip(y, dx, x, ref.silu(x), ref.silu_gradient(np.ones(6), x), strict=True):
         assert_close([value], [at[1]], what=f"silu at {at[0]}")
-        assert_close([slope], [at[2]], what=f"its slope at {at[0]}")
+        assert_close([slope], [at[2]], what=f"derivative of silu at {at[0]}")
     y, dx = run("silu", make, to_np, "float32", [1e4, -1e4, 3e38, -3e38])
     np.testing.assert_array_equal(y, np.asarray([1e4, 0, 3e38, 0], dtype=np.float32))
     np.testing.assert_array_equal(dx, [1, 0, 1, 0])
@@ -112,7 +112,7 @@ def test_silu_far_out(make: Any, to_np: Any) -> None:
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 def test_gated_units_far_out(make: Any, to_np: Any, dtype: Any, name: Any) -> None:
-    """A gate of ±10⁴ is open or closed, and no more."""
+    """A gate of ±10⁴ gives up or 0, without overflow."""
     y, dgate, dup = run(name, make, to_np, dtype, [1e4, -1e4, 1e4], [2.0, 2.0, -0.5])
     gate = to_np(make(1e4, dtype))
     np.testing.assert_array_equal(y, [2 * gate, 0, -0.5 * gate])
@@ -121,16 +121,16 @@ def test_gated_units_far_out(make: Any, to_np: Any, dtype: Any, name: Any) -> No
 
 
 def test_log_softmax_far_out(make: Any, to_np: Any) -> None:
-    """What softmax gives as zero has a finite logarithm; an excluded element is −inf and leaves the others alone."""
+    """The logarithm is finite where softmax underflows to 0; −inf gives −inf and does not affect others."""
     y, dx = run("log_softmax", make, to_np, "float32", [[1e4, 0.0, -1e4], [-np.inf, 0.0, -np.inf]])
     np.testing.assert_array_equal(y, [[0.0, -1e4, -2e4], [-np.inf, 0.0, -np.inf]])
     np.testing.assert_array_equal(dx, [[-2.0, 1.0, 1.0], [1.0, -2.0, 1.0]])
-    for name in ("softmax", "log_softmax"):  # nothing to share one among: as softmax does
+    for name in ("softmax", "log_softmax"):  # a row full of −inf is NaN in both
         assert np.isnan(run(name, make, to_np, "float64", [[-np.inf, -np.inf]])[0]).all()
 
 
 def test_rms_norm_far_out(make: Any, to_np: Any, dtype: Any) -> None:
-    """±10⁴ squared overflows float16, the least normal numbers squared vanish: where eps rules, x / √eps."""
+    """The square of ±10⁴ overflows float16, that of the least normal numbers underflows: the result is x / √eps."""
     x = np.tile([1e4, -1e4], (1, 32))
     y, dx = run("rms_norm", make, to_np, dtype, x)
     assert_close(y, np.sign(x), dtype)
@@ -145,7 +145,7 @@ def test_rms_norm_far_out(make: Any, to_np: Any, dtype: Any) -> None:
 
 
 def test_a_finite_bias_excludes_nothing(make: Any, to_np: Any) -> None:
-    """The least float64, which float32 does not hold: a row full of it is a row of equal weights, not NaN."""
+    """The lowest float64, beyond the range of float32: a row full of it has equal weights, not NaN."""
     bias = np.full((3, 5), np.finfo(np.float64).min)
     bias[0, 1] = 0.0
     bias[2, :3] = -np.inf
@@ -169,7 +169,7 @@ def test_a_sink_of_minus_infinity_is_none(make: Any, to_np: Any) -> None:
 
 
 def test_the_upstream_of_an_empty_row_moves_no_sink(make: Any, to_np: Any) -> None:
-    """An empty row is zeros whatever the sink is, so a NaN that came back to it reaches no gradient."""
+    """The output of an empty row is zeros for every sink, so NaN in its upstream gradient affects no gradient."""
     mask, sinks = np.ones((3, 5), dtype=bool), RNG.standard_normal(2)
     mask[1] = False
     dout = RNG.standard_normal((2, 3, 3))
@@ -185,7 +185,7 @@ def test_the_upstream_of_an_empty_row_moves_no_sink(make: Any, to_np: Any) -> No
 @pytest.mark.parametrize("magnitude", [1e5, 2e9, 1e15])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_large_scores(make: Any, to_np: Any, magnitude: Any, sign: Any) -> None:
-    """In float32: exact integers, so that the largest score of each row takes all the weight, or ties share it."""
+    """Scores are integers that are exact in float32, so the largest of each row has weight 1, or ties share it."""
     q = np.full((1, 2, 1), sign * magnitude)
     k, v = np.array([[[1.0], [2.0], [2.0], [0.0]]]), RNG.standard_normal((1, 4, 3)).astype(np.float32)
     out = to_np(pa.attention(make(q, "float32"), make(k, "float32"), make(v, "float32"), scale=1.0))
@@ -194,7 +194,7 @@ def test_large_scores(make: Any, to_np: Any, magnitude: Any, sign: Any) -> None:
 
 
 def test_arguments_that_look_like_others_are_refused(make: Any) -> None:
-    """An array for a window would be read as none, a fraction for an index as an integer."""
+    """A window as an array, and an index that is not an integer."""
     inputs = [make(x) for x in (Q, K, V)]
     with pytest.raises(pa.DTypeError, match="window"):
         pa.attention(*inputs, window=(make(1, "int32"), None))

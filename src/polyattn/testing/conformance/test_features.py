@@ -1,4 +1,4 @@
-"""What the plugin says that its library can do, it can, and what it says that it cannot, it cannot."""
+"""The library has exactly the features that the plugin does not declare in ``lacks``."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def test_what_is_lacking_has_a_name_and_a_reason(contract: Any) -> None:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_is_said_is_so(contract: Any, name: str) -> None:
-    """A feature that is declared lacking and is there fails, as an expected failure that passes does."""
+    """A feature that is declared lacking but works fails the check, as an expected failure that passes does."""
     said, answer = feature_of(contract, name), ASKED[name](contract)
     if answer is None:
         assert said.present, f"{contract.name} has {name}, and declares in lacks: {said.reason}"

@@ -164,14 +164,14 @@ def test_gelu_far_out(make: Any, to_np: Any) -> None:
 
 
 def test_layer_norm_of_a_large_mean(make: Any, to_np: Any) -> None:
-    """Float32 rows 10⁴ + i·10⁻³: the rounded inputs are normalised right, to 1e-3."""
+    """Float32 rows 10⁴ + i·10⁻³: the norm of the rounded inputs is accurate to 1e-3."""
     x = make(1e4 + np.arange(128.0).reshape(1, -1) * 1e-3, "float32")
     expected = ref.layer_norm(to_np(x))
     assert np.max(np.abs(to_np(F.layer_norm(x)) - expected)) <= 1e-3
 
 
 def test_layer_norm_in_low_precision(make: Any, to_np: Any, dtype: Any) -> None:
-    """Field case 13: ±300 squared overflows float16; a constant row is exactly the shift, its gradient zero."""
+    """Case 13: the square of ±300 overflows float16; a constant row gives exactly the bias, with gradient zero."""
     x = make(np.tile([300.0, -300.0], 64)[None], dtype)
     assert np.max(np.abs(to_np(F.layer_norm(x)) - np.tile([1.0, -1.0], 64))) <= 1e-5
     constant, shift = make(np.full((2, 8), 5.0), dtype), make(np.linspace(-1, 1, 8), dtype)
@@ -183,7 +183,7 @@ def test_layer_norm_in_low_precision(make: Any, to_np: Any, dtype: Any) -> None:
 
 
 def test_long_sums_are_taken_wider(make: Any, to_np: Any, dtype: Any) -> None:
-    """4096 ones, one by one, stop at 2048 in float16 and at 256 in bfloat16."""
+    """The sum of 4096 ones in float16 would stop at 2048, in bfloat16 at 256."""
     x, dy = make(np.ones((4096, 2)), dtype), make(np.ones((4096, 1)), dtype)
     _, grads = gradients("linear", dy, [x, make(np.ones((2, 1)), dtype), make(np.zeros(1), dtype)])
     assert grads.bias.dtype == dy.dtype
@@ -215,7 +215,7 @@ def test_empty_batches(make: Any, to_np: Any, shape: Any) -> None:
 
 
 def test_views_equal_their_copies(make: Any, to_np: Any, xp: Any) -> None:
-    """Field case 11: an innermost axis that is not contiguous."""
+    """Case 11: an innermost axis that is not contiguous."""
     wide = np.random.default_rng(2).standard_normal((6, 2, 8))
     for view in (
         xp.permute_dims(make(wide[..., :4]), (1, 2, 0)),

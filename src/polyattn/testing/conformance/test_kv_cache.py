@@ -1,4 +1,4 @@
-"""The key/value cache: decoding equals the whole forward, for entries of any length, and nothing overflows."""
+"""The key-value cache: decoding equals the whole forward for entries of any length, and overflow raises."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_token_by_token_equals_the_whole(contract: Any, make: Any, to_np: Any, d
 
 
 def test_prompt_then_tokens(contract: Any, make: Any, to_np: Any) -> None:
-    """A prompt at once, two positions at once, one: each sees what came before it."""
+    """A prompt, then two positions, then one: each attends to the positions before it."""
     whole = ref.attention(Q, K, V, causal=True).out
     cache, start = create(contract, make), 0
     for stop in (3, 5, 6):
@@ -53,7 +53,7 @@ def test_prompt_then_tokens(contract: Any, make: Any, to_np: Any) -> None:
 
 
 def test_entries_of_different_lengths(contract: Any, make: Any, to_np: Any) -> None:
-    """Padded prompts, rewound to their lengths; each entry goes on at its own end."""
+    """Padded prompts, rewound to their lengths; each entry continues at its own length."""
     lengths = np.array([4, 2])
     cache = create(contract, make).append(make(at(K, 0, 4)), make(at(V, 0, 4)))
     cache = cache.rewind(make(4 - lengths, "int32"))
@@ -72,7 +72,7 @@ def test_entries_of_different_lengths(contract: Any, make: Any, to_np: Any) -> N
 
 
 def test_rewound_and_written_again(contract: Any, make: Any, to_np: Any) -> None:
-    """Speculative decoding: what was taken back is neither seen nor in the way."""
+    """Speculative decoding: rewound positions have no effect, and are overwritten."""
     wrong = make(np.full((BATCH, KV_HEADS, 3, D_K), np.nan)), make(np.full((BATCH, KV_HEADS, 3, D_V), np.nan))
     cache = create(contract, make).append(make(at(K, 0, 3)), make(at(V, 0, 3)))
     for taken_back in ({"n": 3}, {"lengths": 3}, {"lengths": make([3, 3], "int32")}):
@@ -98,7 +98,7 @@ def test_masks_are_as_wide_as_the_capacity(contract: Any, make: Any, to_np: Any)
 
 
 def test_rotary_at_the_cache_s_position(contract: Any, make: Any, to_np: Any) -> None:
-    """Keys turned as they come, each at its own position, are those of the whole turned at once."""
+    """Keys rotated when they are appended, at their positions, equal those of the whole sequence."""
     turn = pa.functional.rotary_embedding
     cache = create(contract, make).append(make(at(K, 0, 2)), make(at(V, 0, 2))).rewind(make([0, 2], "int32"))
     cache = cache.append(turn(make(at(K, 2, 5)), offset=cache.position), make(at(V, 2, 5)))
@@ -158,7 +158,7 @@ def test_an_empty_cache(contract: Any, make: Any, to_np: Any) -> None:
 
 
 def test_arrays_of_another_library(contract: Any, make: Any) -> None:
-    """Bound to a backend, a cache takes NumPy's arrays and answers with them."""
+    """A cache that is bound to a backend takes NumPy arrays, and returns NumPy arrays."""
     cache = create(contract, make).append(K, V)
     out = cache.attention(Q)
     assert type(out) is np.ndarray
@@ -194,7 +194,7 @@ def test_bad_input(contract: Any, make: Any) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_compiled_step(contract: Any, make: Any, to_np: Any, batch: Any) -> None:
-    """A cache goes into a compiled function and comes out of it, and on into the next step."""
+    """A cache is an argument and a result of a compiled function, step by step."""
 
     def step(cache: Any, q: Any, k: Any, v: Any) -> Any:
         cache = cache.append(k, v)

@@ -1,4 +1,4 @@
-"""Paged and sliding caches: what the fixed one promises, from pages of a shared pool and from a ring."""
+"""Paged and sliding caches: the checks of the fixed one, with a shared pool of pages and with a ring buffer."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def at(x: Any, start: int, stop: int) -> Any:
 
 
 def seen(kind: str, first: int, stop: int, window: int = WINDOW, sink_tokens: int = SINK_TOKENS) -> Any:
-    """Return which keys before ``stop`` the queries from ``first`` on may see."""
+    """Return the keys before ``stop`` to which the queries from ``first`` on may attend."""
     away = np.arange(stop) - np.arange(first, stop)[:, None]
     if kind != "sliding":
         return away <= 0
@@ -42,7 +42,7 @@ def seen(kind: str, first: int, stop: int, window: int = WINDOW, sink_tokens: in
 
 
 def want_of(kind: str, start: int, stop: int, entry: Any = slice(None), **arguments: Any) -> Any:
-    """Return the rows of the whole from ``start`` to ``stop``."""
+    """Return the rows from ``start`` to ``stop`` of attention over the whole sequence."""
     mask = seen(kind, start, stop)
     q, k, v = Q[entry][..., start:stop, :], K[entry][..., :stop, :], V[entry][..., :stop, :]
     return ref.attention(q, k, v, mask=mask, **arguments).out
@@ -61,7 +61,7 @@ def test_token_by_token_equals_the_whole(contract: Any, make: Any, to_np: Any, k
 
 @pytest.mark.parametrize("kind", ["paged", "sliding"])
 def test_prompts_of_different_lengths_then_chunks(contract: Any, make: Any, to_np: Any, kind: Any) -> None:
-    """Padded prompts, rewound; then two positions at a time: they cross pages, and the end of the ring."""
+    """Padded prompts, rewound; then two positions at a time, across pages and the end of the ring buffer."""
     more: dict[str, Any] = {"chunk": 3} if kind == "sliding" else {}
     cache, lengths = create(contract, make, kind, **more), np.array([3, 1])
     cache = cache.append(make(at(K, 0, 3)), make(at(V, 0, 3))).rewind(lengths=make(lengths, "int32"))
@@ -78,7 +78,7 @@ def test_prompts_of_different_lengths_then_chunks(contract: Any, make: Any, to_n
 
 @pytest.mark.parametrize("kind", ["fixed", "paged", "sliding"])
 def test_a_compiled_step_is_right_to_a_millionth(contract: Any, make: Any, to_np: Any, kind: Any) -> None:
-    """Entries of different lengths in float32, token by token: each equals the full forward over its own text."""
+    """Entries of different lengths in float32, token by token: each equals the full forward over its own sequence."""
 
     def step(cache: Any, q: Any, k: Any, v: Any) -> Any:
         cache = cache.append(k, v)
@@ -98,7 +98,7 @@ def test_a_compiled_step_is_right_to_a_millionth(contract: Any, make: Any, to_np
 
 @pytest.mark.parametrize("kind", ["paged", "sliding"])
 def test_nan_of_one_entry_stays_there(contract: Any, make: Any, to_np: Any, kind: Any) -> None:
-    """And what was rewound, or is nobody's, reaches nobody."""
+    """Neither rewound positions nor free pages affect any entry."""
     bad = np.full((BATCH, KV_HEADS, 2, D_V), np.nan)
     more: dict[str, Any] = {"chunk": 3} if kind == "sliding" else {}
     cache = create(contract, make, kind, **more)
@@ -133,7 +133,7 @@ def test_pages_are_given_out_and_come_back(contract: Any, make: Any, to_np: Any)
 
 
 def test_one_entry_may_take_most_of_the_pool(contract: Any, make: Any, to_np: Any) -> None:
-    """Lengths of 10 and 1 in six pages, for which a fixed cache would need ten."""
+    """Lengths of 10 and 1 need six pages; a fixed cache would need the memory of ten."""
     cache = create(contract, make, "paged", pages=6)
     for i in range(10):
         cache = cache.append(make(at(K, i, i + 1)), make(at(V, i, i + 1))).rewind(make([0, int(i > 0)], "int32"))
@@ -149,7 +149,7 @@ def test_one_entry_may_take_most_of_the_pool(contract: Any, make: Any, to_np: An
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": False, "window": (3, 1), "scale": -0.3}], ids=str)
 def test_a_paged_prompt(contract: Any, make: Any, to_np: Any, monkeypatch: Any, arguments: Any) -> None:
-    """Many queries at once, a few pages at a time, the last of which begins before its turn."""
+    """Many queries, a few pages at a time; the last group of pages overlaps the one before."""
     monkeypatch.setattr("polyattn.kv_cache._paged.NUMBERS", 2 * HEADS * N * (D_K + D_V))
     cache = create(contract, make, "paged", pages=13).append(make(K), make(V))
     want = ref.attention(Q, K, V, **{"causal": True} | arguments).out
@@ -171,7 +171,7 @@ def test_paged_arguments_are_as_wide_as_the_pool(contract: Any, make: Any, to_np
 
 
 def test_the_ring_holds_the_last_positions(contract: Any, make: Any, to_np: Any) -> None:
-    """However they were appended: a prompt longer than the ring, one by one, and the capacity never grows."""
+    """For a prompt longer than the ring buffer and for single positions; the capacity is constant."""
     cache, other = (create(contract, make, "sliding") for _ in range(2))
     cache = cache.append(make(at(K, 0, 9)), make(at(V, 0, 9)))
     for i in range(9):
@@ -209,7 +209,7 @@ def test_a_ring_is_rewound_as_far_as_it_still_holds(contract: Any, make: Any, to
 
 
 def test_sliding_masks_lie_as_the_memory_does(contract: Any, make: Any, to_np: Any) -> None:
-    """A bias by the position of each place, and a mask by the place."""
+    """A bias by the position in each slot of the ring buffer, and a mask by the slot."""
     cache = create(contract, make, "sliding").append(make(at(K, 0, 9)), make(at(V, 0, 9)))
     positions = to_np(cache.key_positions)[0]
     bias, mask = RNG.standard_normal(9), np.array([True, True, True, False, True])
@@ -218,7 +218,7 @@ def test_sliding_masks_lie_as_the_memory_does(contract: Any, make: Any, to_np: A
     assert_close(to_np(out), ref.attention(at(Q, 8, 9), at(K, 0, 9), at(V, 0, 9), bias=bias, mask=kept).out)
 
 
-# ---- what they refuse -----------------------------------------------------------------------------------------
+# ---- bad input ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["paged", "sliding"])

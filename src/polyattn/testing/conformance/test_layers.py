@@ -1,4 +1,4 @@
-"""The layers: values, gradients of inputs and parameters, and what a layer promises about its parameters."""
+"""The layers: values, gradients of inputs and parameters, and the handling of parameters."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ VARIANTS: dict[str, Any] = {
 
 @pytest.fixture
 def build(contract: Any, backend: Any, target: Any, to_np: Any) -> Any:
-    """Return ``build(**settings)``: a layer of width 8 with 4 heads, its biases not zero, and its parameters."""
+    """Return ``build(**settings)``: a layer of width 8 with 4 heads and nonzero biases, and its parameters."""
 
     def build(dtype: Any = "float64", **settings: Any) -> Any:
         layer = pa.MultiHeadAttention(8, 4, dtype=dtype, backend=backend, device=target.device, seed=3, **settings)
@@ -56,7 +56,7 @@ def compare(to_np: Any, inputs: Any, grads: Any, want_inputs: Any, want_grads: A
 
 
 def by_input(inputs: Any, dq: Any, dk: Any, dv: Any) -> Any:
-    """Return the gradients of (query, key, value) where the last inputs are left out: each sum in its first."""
+    """Return the gradients of (query, key, value) if inputs are omitted: shared inputs have the sum."""
     if inputs == 1:
         return dq + dk + dv, None, None
     return (dq, dk + dv, None) if inputs == 2 else (dq, dk, dv)
@@ -65,7 +65,7 @@ def by_input(inputs: Any, dq: Any, dk: Any, dv: Any) -> Any:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("inputs", [1, 2, 3])
 def test_multi_head_attention(build: Any, make: Any, to_np: Any, variant: Any, inputs: Any) -> None:
-    """Self- and cross-attention: an input that is used on several paths gets the sum over them."""
+    """Self- and cross-attention: the gradient of an input that is used several times is the sum."""
     settings = VARIANTS[variant]
     layer, parameters = build(**settings)
     given = (X, CONTEXT, VALUES)[:inputs]
@@ -106,7 +106,7 @@ def test_a_first_layer_needs_no_gradients_of_its_inputs(build: Any, make: Any, t
 
 
 def test_values_of_the_query(build: Any, make: Any, to_np: Any) -> None:
-    """``mha(x, c, x)``: the query's path and the values' are one input's."""
+    """``mha(x, c, x)``: query and value are the same input."""
     layer, parameters = build()
     x, context = make(X), make(CONTEXT[:, : X.shape[1]])
     y, cache = layer.forward(x, context, x)
@@ -119,7 +119,7 @@ def test_values_of_the_query(build: Any, make: Any, to_np: Any) -> None:
 
 @pytest.mark.parametrize("inputs", [1, 2])
 def test_the_same_array_passed_twice(build: Any, make: Any, to_np: Any, inputs: Any) -> None:
-    """``mha(x, x)`` and ``mha(x, c, c)``: the gradients over all names add up to the same."""
+    """``mha(x, x)`` and ``mha(x, c, c)``: the sum of the gradients is the same."""
     layer, parameters = build()
     x, context = make(X), make(CONTEXT)
     given = (x, x) if inputs == 1 else (x, context, context)
@@ -187,7 +187,7 @@ def test_central_differences(build: Any, make: Any, to_np: Any) -> None:
 
 
 def test_gradients_are_those_of_the_weights_that_ran(build: Any, make: Any, to_np: Any) -> None:
-    """Parameters that were replaced between forward and backward change nothing."""
+    """Replacing parameters between forward and backward does not affect the gradients."""
     layer, parameters = build()
     _, cache = layer.forward(make(X))
     layer.load_parameters({name: make(np.zeros_like(p)) for name, p in parameters.items()})

@@ -38,7 +38,7 @@ def test_mse(make: Any, to_np: Any, dtype: Any) -> None:
 
 
 def test_mse_of_many_in_low_precision(make: Any, to_np: Any, dtype: Any) -> None:
-    """A sum of 70000 ones is above the largest float16; their mean is one."""
+    """The sum of 70000 ones exceeds the largest float16; their mean is 1."""
     ones = make(np.ones((70, 1000)), dtype)
     np.testing.assert_array_equal(to_np(F.mse_loss(ones, make(np.zeros((70, 1000)), dtype))), 1.0)
 
@@ -72,7 +72,7 @@ def test_cross_entropy(make: Any, to_np: Any, dtype: Any, options: Any, weighted
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_of_probabilities(make: Any, to_np: Any, dtype: Any, reduction: Any, weighted: Any) -> None:
-    """A label that is a share of each class is the sum over the classes, each the label of its share."""
+    """The loss of probability labels is the sum over the classes, weighted by the probabilities."""
     logits, labels, weight = make(LOGITS, dtype), make(SHARES, dtype), make(WEIGHT, dtype) if weighted else None
     loss, cache = F.cross_entropy_forward(logits, labels, weight=weight, reduction=reduction)
     upstream = make(RNG.standard_normal(LABELS.shape) if reduction == "none" else 0.7, dtype)
@@ -106,7 +106,7 @@ def test_cross_entropy_of_probabilities(make: Any, to_np: Any, dtype: Any, reduc
 
 
 def test_a_share_of_zero_costs_nothing(make: Any, to_np: Any) -> None:
-    """Not even where the class cannot be."""
+    """A class with probability 0 contributes nothing, even if its logit is −inf."""
     logits, labels, weight = make([[0.3, -np.inf, 1.2]]), make([[0.25, 0.0, 0.75]]), make([1.0, 2.0, 3.0])
     loss, cache = F.cross_entropy_forward(logits, labels, weight=weight)
     want = sum(w * ref.cross_entropy([[0.3, 1.2]], [i]) for i, w in enumerate((0.25, 0.75 * 3)))
@@ -133,7 +133,7 @@ def test_central_differences(make: Any, to_np: Any) -> None:
 
 
 def test_cross_entropy_of_large_logits(make: Any, to_np: Any) -> None:
-    """Certain and right costs nothing, certain and wrong the distance; neither overflows."""
+    """The loss is 0 for a certain correct prediction, the logits' difference for a wrong one; no overflow."""
     logits, labels = make([[1e4, 0.0], [1e4, 0.0]]), make([0, 1], "int64")
     losses, cache = F.cross_entropy_forward(logits, labels, reduction="none")
     assert_close(to_np(losses), [0.0, 1e4])
@@ -141,7 +141,7 @@ def test_cross_entropy_of_large_logits(make: Any, to_np: Any) -> None:
 
 
 def test_excluded_class(make: Any, to_np: Any) -> None:
-    """A logit of −inf is a class that cannot be: the others are as without it."""
+    """A logit of −inf excludes a class: the other results are those without the class."""
     logits = make([[0.3, -np.inf, 1.2]])
     loss, cache = F.cross_entropy_forward(logits, make([2], "int64"))
     assert_close(to_np(loss), ref.cross_entropy([[0.3, 1.2]], [1]))

@@ -1,4 +1,4 @@
-"""Faults met in the field, as right values: masks, alignment, shapes, and what excluded places may not do."""
+"""Known faults of other implementations, as tests: masks, alignment, shapes, and excluded positions."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ KINDS = {"b": "bool", "i": "int32"}
 
 @pytest.fixture
 def run(make: Any, to_np: Any) -> Any:
-    """Return ``run(q, k, v, dout, dtype, **arguments)``: out, lse and gradients on the host, from host arrays."""
+    """Return ``run(q, k, v, dout, dtype, **arguments)``: out, lse and gradients as NumPy arrays, from NumPy arrays."""
 
     def run(q: Any, k: Any, v: Any, dout: Any = None, dtype: Any = "float64", **arguments: Any) -> Any:
         native = {
@@ -45,7 +45,7 @@ def value(make: Any, to_np: Any) -> Any:
 
 
 def test_empty_row(run: Any) -> None:
-    """Case 1: zeros, gradient zero, every other gradient as if the row were not there."""
+    """Case 1: output and gradient of the row are zeros, and all other gradients are those without the row."""
     mask = np.ones((2, 1, 3, 3), dtype=bool)
     mask[0, 0] = [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     mask[1, 0] = [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
@@ -77,7 +77,7 @@ def test_causal_with_left_padding(run: Any, dtype: Any) -> None:
     assert not out[..., 0, :].any()
     assert np.isfinite(out).all()
     assert all(np.isfinite(gradient).all() for gradient in grads[:3])
-    assert np.max(np.abs(out[..., 1, :] - x[..., 1, :])) < 0.02  # it sees itself alone
+    assert np.max(np.abs(out[..., 1, :] - x[..., 1, :])) < 0.02  # it attends only to itself
 
 
 def test_bias_is_no_mask_and_a_mask_no_bias(value: Any, make: Any) -> None:
@@ -140,7 +140,7 @@ def test_more_queries_than_keys(run: Any) -> None:
 
 @pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys", "depth", "width"])
 def test_zero_size_axes(run: Any, empty: Any) -> None:
-    """Case 8: right shapes, zeros where there is no key, uniform weights where the depth is zero."""
+    """Case 8: correct shapes, zeros without keys, uniform weights if the depth is zero."""
     size = {"batch": 2, "heads": 2, "queries": 3, "keys": 4, "depth": 5, "width": 6, empty: 0}
     b, h, n_q, n_k, d_k, d_v = size.values()
     v = RNG.standard_normal((b, h, n_k, d_v))
@@ -161,7 +161,7 @@ def test_zero_size_axes(run: Any, empty: Any) -> None:
 
 @pytest.mark.parametrize("batch", [65535, 65536, 100000])
 def test_large_batch(make: Any, to_np: Any, xp: Any, batch: Any) -> None:
-    """Case 10: equal to the two halves computed apart."""
+    """Case 10: equal to the two halves, computed separately."""
     x = make(np.random.default_rng(1).standard_normal((batch, 1, 10, 16), dtype=np.float32), "float32")
     whole = to_np(pa.attention(x, x, x))
     half = batch // 2
@@ -205,7 +205,7 @@ POISON = {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("how", ["mask", "causal", "key_lengths", "window", "segment_ids", "bias", "softcap", "sinks"])
 def test_excluded_keys_reach_nothing(make: Any, run: Any, how: Any, poison: Any) -> None:
-    """What stands at keys 4 and 5, which every row excludes, reaches neither output nor gradients."""
+    """The values at keys 4 and 5, which every row excludes, affect neither output nor gradients."""
     q, dout = RNG.standard_normal((2, 1, 3, 4)), RNG.standard_normal((2, 1, 3, 4))
     k, v = RNG.standard_normal((2, 1, 6, 4)), RNG.standard_normal((2, 1, 6, 4))
     lengths = np.arange(6) < 4
@@ -233,7 +233,7 @@ def test_excluded_keys_reach_nothing(make: Any, run: Any, how: Any, poison: Any)
 
 
 def test_query_rows_reach_no_key_they_exclude(run: Any) -> None:
-    """A NaN in query row 0, or in its dout, reaches the gradients of key 0 only; in no row is it hidden."""
+    """NaN in query row 0, or in its dout, affects only the gradients of key 0, and is propagated there."""
     x, dout = RNG.standard_normal((1, 4, 3)), RNG.standard_normal((1, 4, 3))
     q, bad = x.copy(), dout.copy()
     q[0, 0] = bad[0, 0] = np.nan
@@ -248,7 +248,7 @@ def test_query_rows_reach_no_key_they_exclude(run: Any) -> None:
 
 
 def test_infinities_that_are_not_excluded_are_not_hidden(run: Any) -> None:
-    """In the values, of either sign and of both, and where the weight underflows to zero (0 · inf is NaN)."""
+    """Infinite values of either sign or both, also if the weight underflows to zero (0 · inf is NaN)."""
     q, k, v = np.ones((1, 4, 2)), np.zeros((1, 5, 2)), RNG.standard_normal((1, 5, 3))
     k[0, 3] = -2000.0
     v[0, 1, 0], v[0, 2, :2], v[0, 3, 2] = np.inf, -np.inf, np.inf

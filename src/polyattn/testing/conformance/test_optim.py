@@ -1,4 +1,4 @@
-"""The optimisers against step-by-step loops, and what they may not do."""
+"""The optimisers, compared with step-by-step loops."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def x_dtype(x: Any) -> Any:
 
 
 def test_no_gradient_in_low_precision(make: Any, to_np: Any, dtype: Any) -> None:
-    """Case 16: with ε = 1e-8, which is zero in float16, a gradient of zero changes nothing."""
+    """Case 16: with ε = 1e-8, which is zero in float16, a zero gradient does not change the parameter."""
     start = make([1.0, -2.0, 0.5], dtype)
     optimizer = pa.optim.AdamW(lr=1e-3, eps=1e-8, weight_decay=0.0)
     params, state = {"p": start}, optimizer.init({"p": start})
@@ -78,7 +78,7 @@ def test_no_gradient_in_low_precision(make: Any, to_np: Any, dtype: Any) -> None
 
 
 def test_one_step_in_low_precision(target: Any, make: Any, to_np: Any) -> None:
-    """Case 16: within one float16 unit of the float32 step."""
+    """Case 16: the result differs from the float32 step by at most one unit in the last place of float16."""
     dtype = "float16" if "float16" in target.dtypes else "float32"
     p, g = np.array([0.579, -0.729, 0.5493]), np.array([-0.001497, 0.0001875, -0.013176])
     optimizer = pa.optim.AdamW(lr=1e-4)
@@ -101,7 +101,7 @@ def test_decay_without_momentum(make: Any, to_np: Any) -> None:
 
 
 def test_order_and_epsilon_of_adamw(make: Any, to_np: Any) -> None:
-    """Case 18: decay by the old parameter, ε outside the root; the gradient is left alone."""
+    """Case 18: decay of the old parameter, ε outside the root; the gradient is unchanged."""
     optimizer = pa.optim.AdamW(lr=0.1, weight_decay=0.5, eps=0.0)
     params, gradient = {"p": make([1.0, -2.0])}, make([0.1, -0.3])
     params, _ = optimizer.update({"p": gradient}, optimizer.init(params), params)
@@ -121,7 +121,7 @@ def test_rate_as_a_function_of_the_step(make: Any, to_np: Any) -> None:
 
 
 def test_state_is_not_shared(make: Any, to_np: Any) -> None:
-    """Neither the first state nor the next shares memory with parameters: each is the caller's to keep."""
+    """No state shares memory with the parameters, so the caller may keep each of them."""
     optimizer = pa.optim.AdamW(lr=0.1)
     params = native(make, START)
     first = optimizer.init(params)
@@ -162,7 +162,7 @@ EXTREMES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", EXTREMES)
 def test_adamw_at_the_ends_of_the_range(make: Any, to_np: Any, dtype: Any, case: Any) -> None:
-    """Every finite gradient has the update of the formula; torch's parameter is at 0.403, too, after the first case."""
+    """Every finite gradient gives the update of the formula; in the first case the parameter is 0.403, as in torch."""
     gradients, settings = EXTREMES[case]
     if dtype == "float16":
         gradients = np.copysign(np.clip(np.abs(gradients), 2.0**-14, 65504), gradients)
@@ -177,16 +177,16 @@ def test_adamw_at_the_ends_of_the_range(make: Any, to_np: Any, dtype: Any, case:
 
 
 def test_adamw_at_the_ends_of_float64(make: Any, to_np: Any) -> None:
-    """The first update is the rate in the direction of the gradient, whatever its size."""
+    """The first update is the learning rate times the sign of the gradient, for every magnitude."""
     optimizer = pa.optim.AdamW(lr=0.1, eps=0.0, weight_decay=0.0)
     gradient = np.array([1e200, -1e200, 1e308, 1e-200, -1e-300, 1e160, 1e-160])
     params, state = steps(optimizer, make, {"p": make(np.zeros(7))}, [{"p": gradient}])
     assert_close(to_np(params["p"]), -0.1 * np.sign(gradient))
-    assert_close(-to_np(state["square.p"]) / np.abs(gradient), np.full(7, 0.001**0.5))  # roots, as their sign says
+    assert_close(-to_np(state["square.p"]) / np.abs(gradient), np.full(7, 0.001**0.5))  # negative slots hold the root
 
 
 def test_ordinary_states_hold_squares(make: Any, to_np: Any) -> None:
-    """So a state of before, which has squares alone, goes on as it did."""
+    """So states written before, which hold only squares, continue unchanged."""
     optimizer = pa.optim.AdamW(lr=0.1)
     gradient = np.array([1e-12, 1.0, 1e15], np.float32)
     _, state = steps(optimizer, make, {"p": make(np.ones(3), "float32")}, [{"p": gradient}] * 2, "float32")
@@ -215,7 +215,7 @@ def test_sgd_at_the_ends_of_the_range(make: Any, to_np: Any, case: Any) -> None:
 @pytest.mark.parametrize("size", [3e38, 1e30, 1e19, 1e-19, 1e-30, 1e-37])
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e30])
 def test_clipping_at_the_ends_of_the_range(make: Any, to_np: Any, size: Any, max_norm: Any) -> None:
-    """The norm, 10 · size, may overflow; the clipped gradients are what they are in exact arithmetic."""
+    """The norm, 10 · size, may overflow; the clipped gradients are those of exact arithmetic."""
     grads = {"a": np.full((4, 4), size), "b": np.full(84, -size)}
     clipped, norm = pa.optim.clip_by_global_norm(native(make, grads, "float32"), max_norm)
     assert_close(to_np(norm), np.inf if size > 1e38 else 10 * size, "float32")
@@ -224,7 +224,7 @@ def test_clipping_at_the_ends_of_the_range(make: Any, to_np: Any, size: Any, max
 
 
 def test_clipping_of_two_dtypes(make: Any, to_np: Any) -> None:
-    """Both are scaled in the wider one, whose largest number the narrower does not hold."""
+    """Both are scaled in the wider dtype, whose largest number overflows the narrower one."""
     grads = {"a": make([1e-300], "float64"), "b": make([0.0], "float32")}
     clipped, _ = pa.optim.clip_by_global_norm(grads, 1e-301)
     assert_close(to_np(clipped["a"]), [1e-301])

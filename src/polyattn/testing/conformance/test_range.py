@@ -1,6 +1,6 @@
-"""Where inputs and the exact result are finite in the dtype, so is ours, at both ends of what the dtype holds.
+"""If inputs and the exact result are finite in the dtype, the result is finite, at both ends of the dtype's range.
 
-Operation × dtype × magnitudes, against decimal numbers of any size. A result below the normal numbers may be off by a
+Operation × dtype × magnitudes, against decimal numbers of any magnitude. A subnormal result may differ by a
 few of the subnormal ones, and by the least normal number where a library flushes those to zero, as XLA does on the
 CPU; inputs are normal numbers.
 """
@@ -31,8 +31,8 @@ MAGNITUDES = {  # tiny, ordinary, large, and close to the largest
 }
 
 
-class Judge:
-    """Arrays of a dtype, and what is close enough to an exact result."""
+class Checker:
+    """Arrays of a dtype, and the tolerance of results."""
 
     def __init__(self, make: Any, to_np: Any, dtype: str) -> None:
         self.dtype, self._make, self._to_np = dtype, make, to_np
@@ -42,12 +42,12 @@ class Judge:
         self.slack = 2 * least if flushes else 4 * subnormal
 
     def arrays(self, *hosts: Any) -> list[tuple[Any, Any]]:
-        """Return for each host array that of the library, and the exact numbers that it holds."""
+        """Return for each NumPy array that of the library, and its exact values."""
         natives = [self._make(np.clip(host, -self.largest, self.largest), self.dtype) for host in hosts]
         return [(native, ref.exact(self._to_np(native))) for native in natives]
 
     def check(self, actual: Any, expected: Any, what: str, *, size: Any = None) -> None:
-        """Compare what is finite in the dtype, relative to each result or to ``size``."""
+        """Compare the results that are finite in the dtype, relative to each result or to ``size``."""
         got = self._to_np(actual)
         want = np.broadcast_to(np.asarray(expected, dtype=object), got.shape)
         size = np.abs(want) if size is None else np.broadcast_to(size, got.shape)
@@ -66,8 +66,8 @@ class Judge:
 
 
 @pytest.fixture
-def judge(make: Any, to_np: Any, dtype: Any) -> Judge:
-    return Judge(make, to_np, dtype)
+def checker(make: Any, to_np: Any, dtype: Any) -> Checker:
+    return Checker(make, to_np, dtype)
 
 
 X = np.array([[1.0, -0.7, 0.4, 0.9, -0.1], [0.6, 0.5, -0.9, 0.2, 0.8], [-0.3, 1.0, 0.7, 0.6, 0.1]])
@@ -77,31 +77,31 @@ WEIGHT = np.array([0.9, -0.5, 1.0, 0.4, -0.8])
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_norms(judge: Any, name: Any, eps: Any) -> None:
-    """Rows of different magnitudes stand beside each other; the gradient is 1 / root times that of the result."""
-    scales = MAGNITUDES[judge.dtype]
+def test_norms(checker: Any, name: Any, eps: Any) -> None:
+    """Rows of different magnitudes in one array; the gradient is 1 / root times that of the result."""
+    scales = MAGNITUDES[checker.dtype]
     for of_x, of_dy, of_weight in itertools.product(scales, scales, scales):
-        # Products of two ends of the dtype within one row are not asked for: the rows have one magnitude.
+        # Each row has one magnitude: products of both ends of the range within a row are not checked.
         rows = np.array([[of_x], [1.0], [of_x]])
-        (x, x_), (weight, w_), (dy, dy_) = judge.arrays(X * rows, WEIGHT * of_weight, DY * of_dy)
+        (x, x_), (weight, w_), (dy, dy_) = checker.arrays(X * rows, WEIGHT * of_weight, DY * of_dy)
         y, cache = getattr(F, f"{name}_forward")(x, weight, eps=eps)
         grads = getattr(F, f"{name}_backward")(dy, cache)
         want_y, want_dx, want_dw = ref.exactly(ref.norm_and_gradients, dy_, x_, w_, eps, name == "layer_norm")
         what = f"{name} of x {of_x:g}, dy {of_dy:g}, weight {of_weight:g}, eps {eps:g}: "
         for got, want, of in ((y, want_y, "y"), (grads.x, want_dx, "dx"), (grads.weight, want_dw, "dweight")):
-            judge.check(got, want, what + of, size=np.max(np.abs(want), axis=-1, keepdims=True))
+            checker.check(got, want, what + of, size=np.max(np.abs(want), axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_norms_of_the_largest(judge: Any, to_np: Any, name: Any) -> None:
-    """A sum of equal numbers overflows, and their root may be rounded up; two opposite ones are ±1, without slope."""
-    bias = [] if name == "rms_norm" else judge.arrays(np.full(8, 0.5))
+def test_norms_of_the_largest(checker: Any, to_np: Any, name: Any) -> None:
+    """The sum of equal numbers overflows, and their root may round up; two opposite numbers give ±1 and gradient 0."""
+    bias = [] if name == "rms_norm" else checker.arrays(np.full(8, 0.5))
     for signs in (np.ones(8), np.array([1.0, -1.0] * 4)):
-        ((x, _), (one, _)) = judge.arrays(judge.largest * signs[None], np.ones(8))
+        ((x, _), (one, _)) = checker.arrays(checker.largest * signs[None], np.ones(8))
         y, cache = getattr(F, f"{name}_forward")(x, one, *(b for b, _ in bias))
         centred = signs if name == "rms_norm" or signs[1] < 0 else 0 * signs
-        np.testing.assert_allclose(to_np(y)[0], centred + (0.5 if bias else 0.0), rtol=TOLERANCES[judge.dtype])
-        dx = getattr(F, f"{name}_backward")(judge.arrays(np.ones((1, 8)))[0][0], cache).x
+        np.testing.assert_allclose(to_np(y)[0], centred + (0.5 if bias else 0.0), rtol=TOLERANCES[checker.dtype])
+        dx = getattr(F, f"{name}_backward")(checker.arrays(np.ones((1, 8)))[0][0], cache).x
         assert np.isfinite(to_np(dx)).all()
 
 
@@ -114,15 +114,15 @@ INPUTS = {"silu": (-2e2, -150.0, -89.0), "gelu": (-25.0, -17.0, -13.3), "gelu-ta
 
 
 @pytest.mark.parametrize("case", ACTIVATIONS)
-def test_activations(judge: Any, case: Any) -> None:
-    """The factor that vanishes far below 0 meets a large dy or up, and a product that overflows alone meets it."""
+def test_activations(checker: Any, case: Any) -> None:
+    """A factor that underflows is multiplied by a large dy or up, and a product that overflows by such a factor."""
     unit, gated, options, exact = ACTIVATIONS[case]
-    low, _, _, high = MAGNITUDES[judge.dtype]
-    far = INPUTS[case] if judge.dtype != "float64" else tuple(3 * x for x in INPUTS[case])
-    gates = np.array([-judge.largest, -1e3, *far, -4.0, -0.3, -low, low, 0.3, 1.2, 4.0, 25.0, high, judge.largest])
-    ends = np.array([low, -1e-2 * high**0.5, 1.0, -(high**0.5), 0.9 * judge.largest])
+    low, _, _, high = MAGNITUDES[checker.dtype]
+    far = INPUTS[case] if checker.dtype != "float64" else tuple(3 * x for x in INPUTS[case])
+    gates = np.array([-checker.largest, -1e3, *far, -4.0, -0.3, -low, low, 0.3, 1.2, 4.0, 25.0, high, checker.largest])
+    ends = np.array([low, -1e-2 * high**0.5, 1.0, -(high**0.5), 0.9 * checker.largest])
     grid = [part.reshape(-1) for part in np.meshgrid(gates, ends, ends, indexing="ij")]
-    (gate, gate_), (up, up_), (dy, dy_) = judge.arrays(*grid)
+    (gate, gate_), (up, up_), (dy, dy_) = checker.arrays(*grid)
     values = {x: ref.exactly(exact, x) for x in set(gate_)}
     value, slope = (np.array([values[x][i] for x in gate_]) for i in (0, 1))
 
@@ -131,43 +131,45 @@ def test_activations(judge: Any, case: Any) -> None:
 
     want_y, want_dx, want_dgate, want_dup = ref.exactly(products)
     y, cache = getattr(F, f"{unit}_forward")(gate, **options)
-    judge.check(y, value, f"{case}: y")
-    judge.check(getattr(F, f"{unit}_backward")(dy, cache).x, want_dx, f"{case}: dx")
+    checker.check(y, value, f"{case}: y")
+    checker.check(getattr(F, f"{unit}_backward")(dy, cache).x, want_dx, f"{case}: dx")
     y, cache = getattr(F, f"{gated}_forward")(gate, up, **options)
     grads = getattr(F, f"{gated}_backward")(dy, cache)
-    judge.check(y, want_y, f"{gated} ({case}): y")
-    judge.check(grads.gate, want_dgate, f"{gated} ({case}): dgate")
-    judge.check(grads.up, want_dup, f"{gated} ({case}): dup")
+    checker.check(y, want_y, f"{gated} ({case}): y")
+    checker.check(grads.gate, want_dgate, f"{gated} ({case}): dgate")
+    checker.check(grads.up, want_dup, f"{gated} ({case}): dup")
 
 
 @pytest.mark.parametrize("case", ACTIVATIONS)
-def test_activations_alone(judge: Any, case: Any) -> None:
-    """One input at a time, so that no other one selects the formula: on both sides of where a power overflows."""
+def test_activations_alone(checker: Any, case: Any) -> None:
+    """One input at a time, so that no other element selects the formula, on both sides of the overflow of a power."""
     unit, gated, options, exact = ACTIVATIONS[case]
-    edge = 709.7 if judge.dtype == "float64" else 88.7
+    edge = 709.7 if checker.dtype == "float64" else 88.7
     if case != "silu":  # where 2u of the tanh approximation is at the edge; exact gelu has none
-        edge = 21.15 if judge.dtype == "float64" else 10.05
+        edge = 21.15 if checker.dtype == "float64" else 10.05
     for gate in (-1.02 * edge, -edge, -0.98 * edge, -1.0, edge):
-        (x, x_), (up, up_) = judge.arrays([gate], [0.9 * judge.largest])
+        (x, x_), (up, up_) = checker.arrays([gate], [0.9 * checker.largest])
         value, _ = ref.exactly(exact, x_[0])
-        judge.check(getattr(F, unit)(x, **options), [value], f"{case} of {gate}")
-        judge.check(
+        checker.check(getattr(F, unit)(x, **options), [value], f"{case} of {gate}")
+        checker.check(
             getattr(F, gated)(x, up, **options), ref.exactly(lambda v=value, up_=up_: v * up_), f"{gated} of {gate}"
         )
 
 
-def test_relu(judge: Any) -> None:
-    ((x, x_), (dy, dy_)) = judge.arrays([judge.largest, -judge.largest, LIMITS[judge.dtype][1]], [judge.largest] * 3)
+def test_relu(checker: Any) -> None:
+    ((x, x_), (dy, dy_)) = checker.arrays(
+        [checker.largest, -checker.largest, LIMITS[checker.dtype][1]], [checker.largest] * 3
+    )
     y, cache = F.relu_forward(x)
-    judge.check(y, [x_[0], Decimal(0), x_[2]], "relu: y")
-    judge.check(F.relu_backward(dy, cache).x, [dy_[0], Decimal(0), dy_[2]], "relu: dx")
+    checker.check(y, [x_[0], Decimal(0), x_[2]], "relu: y")
+    checker.check(F.relu_backward(dy, cache).x, [dy_[0], Decimal(0), dy_[2]], "relu: dx")
 
 
-def test_linear(judge: Any) -> None:
-    """Sums that overflow on the way to a finite result, in the product and over the rows, and large times tiny."""
-    top = 0.75 * judge.largest
+def test_linear(checker: Any) -> None:
+    """Partial sums that overflow although the result is finite, in the product and over the rows; large times tiny."""
+    top = 0.75 * checker.largest
     signs = np.array([[1.0, 1.0, -1.0, -1.0, 1.0, -1.0], [1.0, -1.0, 1.0, 1.0, -1.0, -1.0]])
-    low = MAGNITUDES[judge.dtype][0]
+    low = MAGNITUDES[checker.dtype][0]
     for of_x, of_weight, of_bias in (
         (top, 1.0, 1.0),
         (1.0, top, 1.0),
@@ -175,56 +177,60 @@ def test_linear(judge: Any) -> None:
         (top, 2.0, top),
         (low, low, 1.0),
     ):
-        # The second column is one product and a bias of the other sign, the first six that cancel.
+        # The first column is six products that cancel, the second one product and a bias of the other sign.
         hosts = of_x * signs, np.stack([np.full(6, of_weight), of_weight * np.eye(6)[0]], 1), np.full(2, -of_bias)
-        (x, x_), (weight, w_), (bias, b_), (dy, dy_) = judge.arrays(*hosts, np.array([[1.0, 1.0], [-1.0, 1.0]]))
+        (x, x_), (weight, w_), (bias, b_), (dy, dy_) = checker.arrays(*hosts, np.array([[1.0, 1.0], [-1.0, 1.0]]))
         y, cache = F.linear_forward(x, weight, bias)
         grads, what = F.linear_backward(dy, cache), f"linear of {of_x:g}, {of_weight:g}, {of_bias:g}: "
         for got, a, b, c, of in (
             (y, x_, w_, b_, "y"), (grads.x, dy_, w_.T, 0, "dx"), (grads.weight, x_.T, dy_, 0, "dweight"),
         ):  # fmt: skip
             want, size = ref.exactly(lambda a, b, c: (a @ b + c, abs(a) @ abs(b) + abs(c)), a, b, c)
-            judge.check(got, want, what + of, size=size)
+            checker.check(got, want, what + of, size=size)
 
 
-def test_sums_over_rows(judge: Any) -> None:
-    """The gradients of bias, gain and table: +, +, −, − of a number more than half the largest."""
-    top = 0.75 * judge.largest
+def test_sums_over_rows(checker: Any) -> None:
+    """The gradients of bias, weight and table: +, +, −, − of a number larger than half of the largest."""
+    top = 0.75 * checker.largest
     signs = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]])
-    (dy, dy_), (x, x_), (one, _), (zero, _) = judge.arrays(top * signs, [[1.0, -1.0]] * 5, np.ones(2), np.zeros(2))
+    (dy, dy_), (x, x_), (one, _), (zero, _) = checker.arrays(top * signs, [[1.0, -1.0]] * 5, np.ones(2), np.zeros(2))
     want = ref.exactly(lambda: np.sum(dy_, axis=0))
-    judge.check(F.linear_backward(dy, F.linear_forward(x, judge.arrays(np.eye(2))[0][0], zero)[1]).bias, want, "dbias")
-    judge.check(F.layer_norm_backward(dy, F.layer_norm_forward(x, one, zero)[1]).bias, want, "dbias of a norm")
+    checker.check(
+        F.linear_backward(dy, F.linear_forward(x, checker.arrays(np.eye(2))[0][0], zero)[1]).bias, want, "dbias"
+    )
+    checker.check(F.layer_norm_backward(dy, F.layer_norm_forward(x, one, zero)[1]).bias, want, "dbias of a norm")
     for name, saved in (
         ("layer", F.layer_norm_forward(x, one, zero, eps=0.0)[1]),
         ("rms", F.rms_norm_forward(x, one, eps=0.0)[1]),
     ):
-        judge.check(getattr(F, f"{name}_norm_backward")(dy, saved).weight, want * x_[0], f"dweight of {name}_norm")
+        checker.check(getattr(F, f"{name}_norm_backward")(dy, saved).weight, want * x_[0], f"dweight of {name}_norm")
 
 
-def test_embedding(judge: Any, make: Any) -> None:
-    """A row that is taken five times."""
-    top = 0.75 * judge.largest
-    (table, table_), (dy, dy_) = judge.arrays(
+def test_embedding(checker: Any, make: Any) -> None:
+    """A row with five occurrences."""
+    top = 0.75 * checker.largest
+    (table, table_), (dy, dy_) = checker.arrays(
         np.full((2, 3), top), top * np.array([[1.0, 1, 1, -1, -1]]).T * np.ones((5, 3))
     )
     rows, cache = F.embedding_forward(make([1] * 5, "int64"), table)
-    judge.check(rows, table_[1:], "embedding: y")
-    judge.check(F.embedding_backward(dy, cache).weight[1:, :], ref.exactly(np.sum, dy_, 0)[None], "embedding: dweight")
+    checker.check(rows, table_[1:], "embedding: y")
+    checker.check(
+        F.embedding_backward(dy, cache).weight[1:, :], ref.exactly(np.sum, dy_, 0)[None], "embedding: dweight"
+    )
 
 
-def test_rotary_embedding(judge: Any) -> None:
+def test_rotary_embedding(checker: Any) -> None:
     """Cosines beyond 1, as tables and as YaRN's magnitude, whose products overflow where their difference does not."""
     cosine, sine = 1.2, 0.5
-    (x, x_), (dy, dy_) = judge.arrays(
-        judge.largest * np.array([[[0.9, 0.9], [0.4, -0.2]]]), judge.largest * np.array([[[0.9, -0.9]] * 2])
+    (x, x_), (dy, dy_) = checker.arrays(
+        checker.largest * np.array([[[0.9, 0.9], [0.4, -0.2]]]), checker.largest * np.array([[[0.9, -0.9]] * 2])
     )
-    (cos, cos_), (sin, sin_) = judge.arrays(np.full((2, 1), cosine), np.full((2, 1), sine))
+    (cos, cos_), (sin, sin_) = checker.arrays(np.full((2, 1), cosine), np.full((2, 1), sine))
 
     def rotated(x: Any, sign: int) -> Any:
         c, s = cos_[:, 0], sign * sin_[:, 0]
         return np.stack([x[..., 0] * c - x[..., 1] * s, x[..., 1] * c + x[..., 0] * s], -1)
 
     y, cache = F.rotary_embedding_forward(x, tables=(cos, sin))
-    judge.check(y, ref.exactly(rotated, x_, 1), "rotary: y")
-    judge.check(F.rotary_embedding_backward(dy, cache).x, ref.exactly(rotated, dy_, -1), "rotary: dx")
+    checker.check(y, ref.exactly(rotated, x_, 1), "rotary: y")
+    checker.check(F.rotary_embedding_backward(dy, cache).x, ref.exactly(rotated, dy_, -1), "rotary: dx")

@@ -1,4 +1,4 @@
-"""Rotary embedding: values and gradients in every layout and scaling, norms, relative positions, far positions."""
+"""Rotary embedding: values and gradients in every layout and scaling, norms, relative and large positions."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ RNG = np.random.default_rng(47)
 X, DY = RNG.standard_normal((2, 3, 5, 8)), RNG.standard_normal((2, 3, 5, 8))
 IDS = RNG.integers(0, 50, (2, 5))
 
-# Arguments with host integers, which are made arrays of the library.
+# Arguments as NumPy integers, which the check converts to arrays of the library.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "interleaved": {"interleaved": True},
@@ -47,7 +47,7 @@ def moved(make: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def agree(make: Any, to_np: Any, hosts: Any, dtype: Any, arguments: Any, reference: Any) -> None:
-    """Compare value and gradient with the reference on what the inputs are once rounded."""
+    """Compare value and gradient with the reference for the rounded inputs."""
     x, dy = (make(host, dtype) for host in hosts)
     y, cache = F.rotary_embedding_forward(x, **moved(make, arguments))
     grads = F.rotary_embedding_backward(dy, cache)
@@ -84,7 +84,7 @@ def tables_of(positions: Any, dim: int) -> tuple[Any, Any]:
     return np.cos(angles), np.sin(angles)
 
 
-# Tables, and arguments beside them; then what the reference is told.
+# Tables and other arguments; then the arguments of the reference.
 TABLES: dict[str, Any] = {
     "indexed": (tables_of(np.arange(50), 8), {"positions": IDS}, {"positions": IDS}),
     "indexed-shared": (tables_of(np.arange(50), 8), {"positions": IDS[0].astype(np.uint8)}, {"positions": IDS[0]}),
@@ -98,7 +98,7 @@ TABLES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", TABLES)
 def test_tables(make: Any, to_np: Any, dtype: Any, case: Any) -> None:
-    """Cosines and sines that are given, of a dtype of their own: one for the row, or for a position."""
+    """Given cosines and sines of another dtype, by row or by position."""
     tables, arguments, said = TABLES[case]
     said = {**said, "interleaved": arguments.get("interleaved", False)}
     given = {**arguments, "tables": tuple(make(table, "float32") for table in tables)}
@@ -108,7 +108,7 @@ def test_tables(make: Any, to_np: Any, dtype: Any, case: Any) -> None:
 
 
 def test_tables_are_not_read_past_their_end(make: Any, to_np: Any, contract: Any, monkeypatch: Any) -> None:
-    """Refused where the positions can be seen; elsewhere such a position gives zeros."""
+    """An error if the positions are readable; else such a position gives zeros."""
     tables = tuple(make(table) for table in tables_of(np.arange(3), 8))
     x, ids = make(X[0]), make([0, 1, 2, 3, -1], "int32")
     if contract.state(ids).readable:
@@ -150,11 +150,11 @@ def test_products_depend_on_the_distance_alone(make: Any, to_np: Any, interleave
     q, k = X[0, :, :1], DY[0, :, :1]
 
     def product(of_query: int, of_key: int) -> Any:
-        turned = (
+        rotated = (
             to_np(F.rotary_embedding(make(x), offset=p, interleaved=interleaved))
             for x, p in ((q, of_query), (k, of_key))
         )
-        return np.sum(np.prod([*turned], axis=0), axis=-1)
+        return np.sum(np.prod([*rotated], axis=0), axis=-1)
 
     assert_close(product(12, 5), product(7, 0))
     assert_close(product(4103, 4096), product(7, 0))
@@ -163,7 +163,7 @@ def test_products_depend_on_the_distance_alone(make: Any, to_np: Any, interleave
 
 @pytest.mark.parametrize("position", [4095, 4096, 131_071, 10_000_000, -1_000_003])
 def test_far_positions_lose_no_digit(make: Any, to_np: Any, position: Any) -> None:
-    """In float32 alone the angle of position 10⁷ would be wrong by half a radian."""
+    """Computed in float32, the angle of position 10⁷ would be wrong by half a radian."""
     for dtype in ("float32", "float64"):
         x = make(X, dtype)
         for offset in (position, make(position, "int32")):
@@ -181,7 +181,7 @@ def test_inputs_are_left_alone(make: Any, to_np: Any) -> None:
 
 
 def test_one_row_is_the_row_of_the_whole(make: Any, to_np: Any) -> None:
-    """Decoding: a row at its offset is turned as it would be within the sequence, to the last bit but one."""
+    """Decoding: the rotation of one row at its offset equals that within the sequence, to the last bit but one."""
     whole = to_np(F.rotary_embedding(make(X, "float32")))
     for i in range(X.shape[2]):
         row = F.rotary_embedding(make(X[:, :, i : i + 1], "float32"), offset=i)
@@ -240,7 +240,7 @@ def test_integers_are_not_turned(make: Any) -> None:
 
 
 def test_compiled(contract: Any, make: Any, to_np: Any) -> None:
-    """The offset is an operand of the compiled function: any position, one compilation."""
+    """The offset is an operand of the compiled function: one compilation for all positions."""
 
     def step(x: Any, dy: Any, offset: Any) -> Any:
         y, cache = F.rotary_embedding_forward(x, offset=offset)

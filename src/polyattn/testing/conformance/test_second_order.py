@@ -1,4 +1,4 @@
-"""Attention's tangents and the backward of its backward, against differences of the references."""
+"""Attention's tangents and the backward of its backward, against finite differences of the references."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES, AttentionCase
 
 EVERYTHING = next(case for case in CASES if case.name == "everything")
-# Few, and most without a mask, because a compiling library compiles twice for each.
+# Few cases, because a compiling library compiles twice for each.
 CHOSEN = (
     AttentionCase("two-axes", lambda rng, shape: {}, q=(5, 8), k=(7, 8), v=(7, 6)),
     AttentionCase("broadcast-axes", lambda rng, shape: {}, q=(2, 4, 5, 8), k=(3, 1, 2, 7, 8), v=(3, 2, 2, 7, 6)),
@@ -26,10 +26,10 @@ def by_name(case: Any) -> Any:
 
 
 class Moving:
-    """A problem on the host, directions for everything in it that moves, and what the references say of them."""
+    """A problem in NumPy, directions for all differentiable arguments, and the references' derivatives."""
 
     def __init__(self, problem: Any, **fixed: Any) -> None:
-        """Draw the directions; ``fixed`` are more arguments of the references."""
+        """Generate the directions; ``fixed`` are more arguments of the references."""
         named = dict(zip(NAMES, problem.inputs, strict=False))
         self.moving = named | {name: x for name, x in problem.arguments.items() if name in NAMES}
         self.fixed = {name: x for name, x in problem.arguments.items() if name not in NAMES} | fixed
@@ -43,7 +43,7 @@ class Moving:
         return answer.out, np.where(np.isneginf(answer.lse), 0.0, answer.lse)
 
     def backward(self, **moved: Any) -> tuple[Any, ...]:
-        """Return the references' gradients of what moves."""
+        """Return the references' gradients of the differentiable arguments."""
         q, k, v, rest = (moved.pop("q"), moved.pop("k"), moved.pop("v"), moved)
         slopes = ref.attention_gradients(self.problem.dout, q, k, v, dlse=self.problem.dlse, **rest, **self.fixed)
         return tuple(getattr(slopes, name) for name in self.moving)
@@ -68,7 +68,7 @@ def native(moving: Any, make: Any, dtype: Any = "float64") -> Any:
 
 
 def close(actual: Any, expected: Any, what: str, dtype: str = "float64") -> None:
-    """Fail unless equal within what differences can tell, relative to the largest, or within the dtype's tolerance."""
+    """Fail unless equal within the error of the differences, relative to the largest, or the dtype's tolerance."""
     tolerance = max(TOLERANCES[dtype], 1e-8)
     scale = max(float(np.max(np.abs(expected))), 1e-2)
     np.testing.assert_allclose(
@@ -92,7 +92,7 @@ def check_jvp(moving: Any, make: Any, to_np: Any, dtype: str = "float64", **more
 
 
 def check_vjp(moving: Any, make: Any, to_np: Any, dtype: str = "float64", **more: Any) -> None:
-    """Compare the gradients of dout, dlse and all that moves."""
+    """Compare the gradients of dout, dlse and all differentiable arguments."""
     inputs, arguments, directions, dout, dlse = native(moving, make, dtype)
     out, cache = pa.attention_forward(*inputs, **(arguments | more))
     second = pa.attention_backward_vjp(directions, dout, cache, dlse)
@@ -118,9 +118,9 @@ def test_vjp(make: Any, to_np: Any, case: Any) -> None:
 
 
 def test_dtypes(make: Any, to_np: Any, dtype: Any) -> None:
-    """Sums are in float32 at least: 16-bit results are right to two units in the last place, the tangents' too."""
+    """Sums are in float32 at least: 16-bit results and tangents are accurate to two units in the last place."""
     if dtype == "float64":
-        return  # the other tests are in it
+        return  # the other tests use float64
     case = AttentionCase("sinks-narrow", lambda rng, shape: {"sinks": rng.standard_normal(shape[-3])})
     moving = Moving(case.problem().rounded(to_np, make, dtype))
     moving.directions = {name: to_np(make(u, dtype)).astype(np.float64) for name, u in moving.directions.items()}
@@ -159,7 +159,7 @@ def inner_product(to_np: Any, xs: Any, ys: Any) -> Any:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_excluded_keys_reach_nothing(make: Any, to_np: Any, poison: Any) -> None:
-    """Key 6 is past every length: neither what stands there nor how it moves reaches anything."""
+    """Key 6 is beyond every length: neither its values nor its tangents affect any result."""
     moving = Moving(EVERYTHING.problem())
     (q, _, _), arguments, (uq, _, _, *others), dout, dlse = native(moving, make)
     hosts = [*moving.problem.inputs[1:], moving.directions["k"], moving.directions["v"]]
@@ -179,7 +179,7 @@ def test_excluded_keys_reach_nothing(make: Any, to_np: Any, poison: Any) -> None
 
 @pytest.mark.parametrize("place", ["q", "tangent", "dout"])
 def test_a_row_reaches_only_the_keys_that_it_sees(make: Any, to_np: Any, place: Any) -> None:
-    """A NaN in one query row goes to the keys that the row sees, which do not hide it, and nowhere else."""
+    """NaN in one query row affects exactly the keys to which the row may attend."""
     moving = Moving(EVERYTHING.problem())
     hosts = {"q": moving.problem.inputs[0], "tangent": moving.directions["q"], "dout": moving.problem.dout}
     (_, k, v), arguments, (_, *others), _, dlse = native(moving, make)
@@ -218,7 +218,7 @@ def test_what_stands_still_moves_nothing(make: Any, to_np: Any) -> None:
 
 @pytest.mark.parametrize("length", [0, 3])
 def test_nothing_to_attend_to(make: Any, to_np: Any, length: Any) -> None:
-    """Without keys, or with all of them excluded, lse is the sink and moves with it; nothing else moves."""
+    """Without keys, or with all of them excluded, lse is the sink and has its tangent; other tangents are zero."""
     q, k, v = np.ones((2, 4, 3)), np.ones((2, length, 3)), np.ones((2, length, 2))
     sinks, moved = np.array([0.5, -np.inf]), np.array([2.0, 3.0])
     u = (make(q), make(k), make(v), None, make(moved))
@@ -229,7 +229,7 @@ def test_nothing_to_attend_to(make: Any, to_np: Any, length: Any) -> None:
     np.testing.assert_array_equal(out, np.zeros((2, 4, 2)))
     np.testing.assert_array_equal(out_dot, np.zeros((2, 4, 2)))
     np.testing.assert_array_equal(lse, np.repeat(sinks[:, None], 4, axis=1))
-    np.testing.assert_array_equal(lse_dot, [[2.0] * 4, [0.0] * 4])  # a sink of −inf is none
+    np.testing.assert_array_equal(lse_dot, [[2.0] * 4, [0.0] * 4])  # a sink of −inf counts as no sink
     _, cache = pa.attention_forward(make(q), make(k), make(v), **arguments)
     second = pa.attention_backward_vjp(u, make(np.ones((2, 4, 2))), cache, make(np.ones((2, 4))))
     np.testing.assert_array_equal(to_np(second.dlse), lse_dot)
@@ -252,7 +252,7 @@ def test_under_the_compiler(contract: Any, make: Any, to_np: Any) -> None:
 
 
 def test_elsewhere(contract: Any) -> None:
-    """Arrays of NumPy's, computed on the backend, come back as NumPy's."""
+    """NumPy arrays, computed on the backend, give NumPy arrays."""
     moving = Moving(CHOSEN[0].problem())
     (q, k, v), u = moving.problem.inputs, tuple(moving.directions.values())
     out, out_dot = pa.attention_jvp(q, k, v, u, backend=contract.name)

@@ -1,4 +1,4 @@
-"""You get back what you passed in; what you selected computes; nothing moves that was not asked to."""
+"""Results are of the inputs' library, the selected backend computes, and there are no other transfers."""
 
 import threading
 from typing import Any
@@ -65,7 +65,7 @@ def test_variable(contract: Any, backend: Any, monkeypatch: Any) -> None:
 
 
 def test_backward_runs_where_the_forward_ran(contract: Any, backend: Any, make: Any) -> None:
-    """A selection that changed in between changes nothing."""
+    """Another selection between forward and backward has no effect."""
     x = make(X)
     y, cache = pa.functional.softmax_forward(x)
     with pa.use_backend("numpy"), pa.transfers("forbid"):

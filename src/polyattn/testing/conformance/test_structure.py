@@ -1,4 +1,4 @@
-"""Structured biases and masks: what attention gives with a dense one that is written here from the papers."""
+"""Structured biases and masks, compared with dense ones that are computed here as in the papers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 def published_slopes(heads: int) -> list[float]:
-    """Return the slopes as the authors of ALiBi compute them."""
+    """Return the slopes, computed as by the authors of ALiBi."""
 
     def of_power(n: int) -> list[float]:
         start = 2 ** (-(2 ** -(np.log2(n) - 3)))
@@ -55,7 +55,7 @@ def relative_positions(q_offset: Any) -> Array:
 
 
 class Structure(NamedTuple):
-    """A structured bias or mask: what makes it, from a table if it has one, and the same written out."""
+    """A structured bias or mask: its constructor, from a table if it has one, and the same as a dense array."""
 
     make: Callable[..., Any]
     dense: Callable[[Any], Array]  # of q_offset
@@ -127,7 +127,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Problem(NamedTuple):
-    """A case on the host: what attention is given, and what the reference is."""
+    """A case in NumPy: attention's arguments, and those of the reference."""
 
     inputs: list[Array]
     dout: Array
@@ -136,7 +136,7 @@ class Problem(NamedTuple):
     dense: dict[str, Any]
 
     def native(self, make: Any, dtype: str = "float64", table: Any = None) -> dict[str, Any]:
-        """Return the arguments in a library."""
+        """Return the arguments as arrays of a library."""
 
         def convert(x: Any) -> Any:
             if isinstance(x, Structure):
@@ -150,7 +150,7 @@ class Problem(NamedTuple):
         return {name: convert(x) for name, x in self.given.items()}
 
     def slopes(self) -> list[Array | None]:
-        """Return the reference's gradients, of a table where there is one and of no bias where it is computed."""
+        """Return the reference's gradients: that of the table if there is one, and no gradient of a computed bias."""
         q, k, v = self.inputs
         found = ref.attention_gradients(self.dout, q, k, v, self.dlse, **self.dense)
         bias = self.given.get("bias")
@@ -226,7 +226,7 @@ def test_central_differences(make: Any, to_np: Any) -> None:
 
 
 def test_dtypes(target: Any, make: Any, to_np: Any) -> None:
-    """The table may have another dtype than q, and has its gradient in it."""
+    """The table may have another dtype than q; its gradient has the dtype of the table."""
     dtype = "float16" if "float16" in target.dtypes else "float32"
     problem, other = problem_of("relative"), "float64" if dtype == "float32" else "float32"
     inputs, dout = [make(x, dtype) for x in problem.inputs], make(problem.dout, dtype)
@@ -241,7 +241,7 @@ def test_dtypes(target: Any, make: Any, to_np: Any) -> None:
 
 
 def test_slopes_of_alibi() -> None:
-    """Those of 8 heads are in the paper; those of 12 are of 8, and every other one of 16."""
+    """Those of 8 heads are in the paper; those of 12 heads are those of 8, and every other one of 16."""
     assert pa.alibi_bias(8).slopes == (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256)
     assert pa.alibi_bias(12).slopes[8:] == (2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
     for heads in range(1, 70):
@@ -259,7 +259,7 @@ def test_buckets_of_t5(make: Any, to_np: Any, bidirectional: bool, buckets: int,
 
 
 def test_without_scores(make: Any, to_np: Any) -> None:
-    """No key at all: zeros, and a gradient of the table's shape."""
+    """Without keys the output is zeros, and the gradient has the table's shape."""
     q, k = make(np.ones((HEADS, 3, D))), make(np.ones((HEADS, 0, D)))
     out, cache = pa.attention_forward(q, k, k, bias=pa.relative_position_bias(make(TABLE)), mask=pa.prefix_mask(0))
     grads = pa.attention_backward(q, cache)
@@ -268,7 +268,7 @@ def test_without_scores(make: Any, to_np: Any) -> None:
 
 
 def test_under_the_compiler(contract: Any, make: Any, to_np: Any) -> None:
-    """The table and the offset are traced; what is static is not."""
+    """The table and the offset are traced; static arguments are not."""
     problem = problem_of("relative")
     blocks = block((2, 4))
 
@@ -284,7 +284,7 @@ def test_under_the_compiler(contract: Any, make: Any, to_np: Any) -> None:
 
 
 def test_layer(contract: Any, make: Any, to_np: Any) -> None:
-    """MultiHeadAttention takes them, and gives the table's gradient beside its inputs'."""
+    """MultiHeadAttention takes them, and returns the table's gradient with those of its inputs."""
     layer = pa.MultiHeadAttention(12, HEADS, dtype="float64", backend=contract.name)
     x, dy = (np.random.default_rng(i).standard_normal((2, N_K, 12)) for i in (7, 8))
     native, mask = make(x), pa.prefix_mask(3)
@@ -309,7 +309,7 @@ def test_layer(contract: Any, make: Any, to_np: Any) -> None:
 
 
 def test_from_another_library(contract: Any, to_np: Any) -> None:
-    """The table goes where the rest goes, and its gradient comes back; ALiBi has nothing to move."""
+    """The table is transferred like the other arguments, and its gradient is returned; ALiBi has no arrays."""
     problem = problem_of("relative-with-all")
     given = problem.native(lambda x, _: np.asarray(x))
     with pa.transfers() as account:
@@ -326,7 +326,7 @@ def test_from_another_library(contract: Any, to_np: Any) -> None:
 
 
 def test_decoding_from_a_cache(contract: Any, make: Any, to_np: Any) -> None:
-    """A query at its place in the cache has the bias and the mask of its row in the whole."""
+    """A query at its position in the cache has the bias and the mask of its row in the whole sequence."""
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((1, heads, 6, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
     structures: dict[str, Any] = {"bias": pa.alibi_bias(HEADS), "mask": pa.prefix_mask(2)}
@@ -338,7 +338,7 @@ def test_decoding_from_a_cache(contract: Any, make: Any, to_np: Any) -> None:
 
 
 def test_explain(make: Any) -> None:
-    """It names the kernel that runs, and each other one's reason."""
+    """``explain`` names the kernel that runs, and the reasons why others do not."""
     problem = problem_of("prefix-and-blocks")
     inputs, given = [make(x) for x in problem.inputs], problem.native(make)
     found = pa.explain(*inputs, **given)

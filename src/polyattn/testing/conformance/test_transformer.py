@@ -1,4 +1,4 @@
-"""What a whole transformer needs of the layers: rotary, norms of queries and keys, sinks, windows; blocks; decoding.
+"""Options of the layers for transformers: rotary, query-key norms, sinks, windows; blocks; decoding.
 
 Values are compared with independent formulas, gradients with central differences of those.
 """
@@ -20,7 +20,7 @@ RNG = np.random.default_rng(61)
 X, CONTEXT, DY = (RNG.standard_normal((2, n, 8)) for n in (5, 7, 5))
 IDS, KEY_IDS = RNG.integers(0, 90, (2, 5)), RNG.integers(0, 90, (7,))
 
-# Options of the attention layer, 4 heads of width 4 in a model of width 8, and what the reference is told of them.
+# Options of the attention layer, 4 heads of width 4 in a model of width 8, and those of the reference.
 ALL: dict[str, Any] = {
     "num_kv_heads": 2, "rotary": {"base": 50.0}, "qk_norm": "rms", "sinks": True, "window": (2, None), "bias": False,
 }  # fmt: skip
@@ -35,7 +35,7 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16}
 
 
 def known(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options as the reference takes them."""
+    """Return the options of the reference."""
     rotary = options.get("rotary")
     rotary = {} if rotary is True else rotary
     if rotary is not None and "scaling" in rotary:
@@ -51,7 +51,7 @@ def block_known(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def build(contract: Any, backend: Any, target: Any, to_np: Any) -> Any:
-    """Return ``build(kind, **options)``: a layer, all its parameters moved from their start, and the parameters."""
+    """Return ``build(kind, **options)``: a layer with changed parameters, and the parameters."""
 
     def build(kind: Any, dtype: Any = "float64", **options: Any) -> Any:
         if kind is pa.MultiHeadAttention:
@@ -68,7 +68,7 @@ def build(contract: Any, backend: Any, target: Any, to_np: Any) -> Any:
 
 
 def native(make: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Make host arrays, those in pairs too, arrays of the library."""
+    """Convert NumPy arrays, and pairs of them, to arrays of the library."""
 
     def moved(x: Any) -> Any:
         if isinstance(x, tuple) and isinstance(x[0], np.ndarray):
@@ -86,7 +86,7 @@ def gradients_agree(value: Any, inputs: Any, parameters: Any, dinputs: Any, grad
         held = dict(zip(parameters, arrays[len(inputs) :], strict=True))
         return float(np.sum(value(*arrays[: len(inputs)], held) * DY))
 
-    # What is added to all keys alike changes no softmax: such a gradient is zero but for rounding.
+    # Softmax is invariant to a term common to all keys: its gradient is zero except for rounding errors.
     zero = [name for name in parameters if name.endswith("k_proj.bias") and np.max(np.abs(to_np(grads[name]))) < 1e-12]
     moving = [name for name in parameters if name not in zero]
     slopes_agree(
@@ -127,7 +127,7 @@ def test_attention_options(build: Any, make: Any, to_np: Any, name: Any) -> None
     attention_agrees(build, make, to_np, OPTIONS[name], [X], {"causal": True}, {"causal": True})
 
 
-# Arguments of a call, and what the reference is told of them where that differs.
+# Arguments of a call, and those of the reference if they differ.
 CALLS: dict[str, Any] = {
     "last-of-the-keys": ([X, CONTEXT], {"causal": True}, {}),
     "offset": ([X, CONTEXT], {"causal": True, "q_offset": 1}, {}),
@@ -161,10 +161,10 @@ def test_options_leave_the_other_parameters_as_they_are(contract: Any, backend: 
     assert list(more.parameters()) == [*plain.parameters(), "q_norm.weight", "k_norm.weight", "sinks"]
     for name, parameter in plain.parameters().items():
         np.testing.assert_array_equal(to_np(more.parameters()[name]), to_np(parameter))
-    turned = pa.MultiHeadAttention(8, 2, rotary={"base": 500.0}, window=(3, 0), backend=backend)
+    with_rotary = pa.MultiHeadAttention(8, 2, rotary={"base": 500.0}, window=(3, 0), backend=backend)
     plain.save(tmp_path / "layer.safetensors")
-    turned.load(tmp_path / "layer.safetensors")
-    for layer in (plain, more, turned):
+    with_rotary.load(tmp_path / "layer.safetensors")
+    for layer in (plain, more, with_rotary):
         assert type(layer)(**layer.config()).config() == layer.config()
 
 
@@ -210,7 +210,7 @@ BLOCK_CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BLOCK_CALLS)
 def test_block_takes_attention_s_arguments(build: Any, make: Any, to_np: Any, name: Any) -> None:
-    """The values are the reference's, all gradients those that NumPy gives, which was compared above."""
+    """Values are compared with the reference, gradients with those on NumPy, which are checked above."""
     options, arguments = {"rotary": True, "qk_norm": "rms"}, BLOCK_CALLS[name]
     layer, parameters = build(pa.TransformerBlock, **options)
     y, cache = layer.forward(make(X), **native(make, arguments))
@@ -232,7 +232,7 @@ def test_block_takes_attention_s_arguments(build: Any, make: Any, to_np: Any, na
 
 
 def test_block_in_the_narrowest_dtype(contract: Any, build: Any, make: Any, to_np: Any, dtypes: Any) -> None:
-    """Each array on the way is rounded to the dtype: a few times an operation's own error."""
+    """All intermediate arrays are rounded to the dtype: the tolerance is a few times that of one operation."""
     dtype = next(name for name in ("bfloat16", "float16", "float32", "float64") if name in dtypes)
     options = BLOCKS["pre-rms"]
     layer, parameters = build(pa.TransformerBlock, dtype, **options)
@@ -276,7 +276,7 @@ def test_block_starts_the_same_everywhere(contract: Any, backend: Any, to_np: An
 
 
 def test_block_compiled(contract: Any, build: Any, make: Any, to_np: Any) -> None:
-    """Forward and backward in one compiled function of the parameters, the input and where it stands."""
+    """Forward and backward in one compiled function of the parameters, the input and its position."""
     layer, parameters = build(pa.TransformerBlock, **BLOCKS["pre-rms"])
 
     def step(held: Any, x: Any, dy: Any, offset: Any) -> Any:
@@ -308,7 +308,7 @@ CACHES: dict[str, Any] = {
     [(pa.MultiHeadAttention, "paged"), (pa.TransformerBlock, "sliding")],
 )
 def test_decoding_equals_the_whole(build: Any, make: Any, to_np: Any, target: Any, layer: Any, kind: Any) -> None:
-    """Two at a time and token by token; rotary, norms, sinks and the window included."""
+    """Two positions at a time and token by token, with rotary, norms, sinks and a window."""
     layer, _ = build(layer, **ALL)
     want = to_np(layer(make(X), causal=True))
     cache = CACHES[kind](dtype="float64", backend=target.name, device=target.device)
@@ -319,7 +319,7 @@ def test_decoding_equals_the_whole(build: Any, make: Any, to_np: Any, target: An
 
 
 def test_decoding_after_prompts_of_different_lengths(build: Any, make: Any, to_np: Any, target: Any) -> None:
-    """Each entry goes on at its own position; scores are scaled by the model's width, and capped."""
+    """Each entry continues at its own position; scores are scaled by the model's width, and capped."""
     layer, parameters = build(pa.MultiHeadAttention, **ALL, scale="model")
     cache = CACHES["fixed"](dtype="float64", backend=target.name, device=target.device)
     _, cache = layer.decode(make(CONTEXT[:, :2]), cache)
@@ -332,7 +332,7 @@ def test_decoding_after_prompts_of_different_lengths(build: Any, make: Any, to_n
 
 
 def test_decoding_compiled(contract: Any, build: Any, make: Any, to_np: Any, target: Any) -> None:
-    """One compiled step serves every position."""
+    """One compilation of the step for all positions."""
     layer, _ = build(pa.TransformerBlock, **ALL)
     want = to_np(layer(make(X), causal=True))
     cache = CACHES["fixed"](dtype="float64", backend=target.name, device=target.device)

@@ -1,9 +1,8 @@
-"""What is right: plain float64 NumPy formulas, written without the library.
+"""References: plain float64 NumPy formulas, independent of the library.
 
-Every function takes anything that NumPy can read and computes in float64. They
-are slow and short on purpose; nothing here is imported by the library proper.
-The tests of the library check these formulas too, against central differences
-and against torch.
+Every function takes array_likes and computes in float64. The formulas are slow and
+short on purpose, and the library does not import them. The tests of the library
+check them too, against central differences and torch.
 """
 
 from ._activations import (

@@ -1,7 +1,7 @@
 """Attention, one query row at a time over the keys that it may attend to.
 
-A row never touches an excluded key, so what stands there cannot reach it: the
-isolation that the library promises holds here by construction.
+A row never reads an excluded key, so the values there cannot affect it, as the
+library guarantees too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ._functional import Float, f64
 
 
 class AttentionAnswer(NamedTuple):
-    """What attention gives: the output, the log-sum-exp, and the weights before dropout."""
+    """The results of attention: the output, the log-sum-exp, and the weights before dropout."""
 
     out: Float
     lse: Float
@@ -24,7 +24,7 @@ class AttentionAnswer(NamedTuple):
 
 
 class AttentionSlopes(NamedTuple):
-    """The gradients of attention's arguments; None where an argument was absent."""
+    """The gradients of attention's arguments; None for an absent argument."""
 
     q: Float
     k: Float
@@ -51,7 +51,7 @@ def allowed_pairs(
     key_lengths: ArrayLike | None = None,
     segment_ids: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> NDArray[np.bool_]:
-    """Return which query may attend to which key, as booleans of ``shape`` (…, H, n_q, n_k)."""
+    """Return a boolean array of ``shape`` (…, H, n_q, n_k), True where a query may attend to a key."""
     n_q, n_k = shape[-2:]
     allowed = np.ones(shape, dtype=bool)
     offset = np.asarray(n_k - n_q if q_offset is None else q_offset)[..., None, None, None]
@@ -75,7 +75,7 @@ def allowed_pairs(
 
 
 class _Setting:
-    """The arguments, broadcast to (batch, H, n_q, n_k), and one row's computation."""
+    """The arguments, broadcast to (batch, H, n_q, n_k), and the computation of one row."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _Setting:
         self.factor = kept / (1.0 - dropout) if dropout < 1.0 else np.zeros(shape)
 
     def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return the index of every query row, and that of the key/value head that it reads."""
+        """Return the index of every query row, and that of its key-value head."""
         every = np.ndindex(*self.allowed.shape[:-1])
         return [(index, (*index[:-2], index[-2] // self.group)) for index in every]
 
@@ -119,7 +119,7 @@ class _Setting:
         scores = raw if self.softcap is None else self.softcap * np.tanh(raw / self.softcap)
         scores = scores + self.bias[index][keys]
         logits = scores if self.sinks is None else np.append(scores, self.sinks[index[-2]])
-        if keys.size == 0 and np.isneginf(logits).all():  # no key, and no sink or one of −inf, which is none
+        if keys.size == 0 and np.isneginf(logits).all():  # no key, and no sink; a sink of −inf counts as none
             return _Row(keys, raw, scores, 0.0, -math.inf)
         peak = np.max(logits)
         lse = peak + math.log(np.sum(np.exp(logits - peak)))
@@ -131,8 +131,8 @@ class _Setting:
 def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **arguments: Any) -> AttentionAnswer:
     """Return softmax(scale · q kᵀ, capped, biased, masked) v, dropped where ``keep`` is False.
 
-    The arguments are those of ``polyattn.attention``; ``keep`` takes the place of
-    the seed, as booleans broadcastable to (…, H, n_q, n_k).
+    The arguments are those of ``polyattn.attention``, with ``keep`` in place of the
+    seed: booleans that broadcast to (…, H, n_q, n_k).
     """
     setting = _Setting(q, k, v, **arguments)
     out = np.zeros((*setting.allowed.shape[:-1], setting.v.shape[-1]))
@@ -189,7 +189,7 @@ def sum_to(x: Float, shape: tuple[int, ...]) -> Float:
 
 
 def merge(parts: list[tuple[ArrayLike, ArrayLike]]) -> tuple[Float, Float]:
-    """Return the (out, lse) of attention over all keys from those over disjoint sets of them."""
+    """Return (out, lse) of attention over all keys from those over disjoint subsets of the keys."""
     outs, lses = [f64(out) for out, _ in parts], np.stack([f64(lse) for _, lse in parts])
     peak = np.max(lses, axis=0)
     shares = np.exp(lses - np.where(np.isneginf(peak), 0.0, peak))

@@ -1,4 +1,4 @@
-"""Which attention weights dropout keeps: Threefry-2x32 with 13 rounds (Salmon et al. 2011), in Python integers."""
+"""The dropout mask, by Threefry-2x32 with 13 rounds (Salmon et al. 2011), in Python integers."""
 
 from __future__ import annotations
 

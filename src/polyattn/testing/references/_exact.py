@@ -1,6 +1,6 @@
-"""Plain formulas in decimal numbers of 60 digits and any size, for inputs at both ends of a dtype.
+"""Plain formulas in decimal numbers of 60 digits and any magnitude, for inputs at both ends of a dtype's range.
 
-Arrays here hold Python's ``Decimal`` as objects: NumPy's arithmetic, its sqrt and its exp go through to them.
+The arrays have the dtype object and contain Python's ``Decimal``: NumPy's arithmetic, sqrt and exp call its methods.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FAR = 100_000
 
 
 def exact(x: ArrayLike) -> Exact:
-    """Return the numbers of an array as they are."""
+    """Return the exact values of an array."""
     return np.array(np.vectorize(lambda number: Decimal(float(number)), otypes=[object])(x), dtype=object)
 
 
 def exactly(function: Callable[..., Any], *arguments: Any, digits: int = 60) -> Any:
-    """Return ``function(*arguments)`` computed with so many digits."""
+    """Return ``function(*arguments)``, computed with that number of digits."""
     with localcontext() as context:
         context.prec = digits
         return function(*arguments)
@@ -57,7 +57,7 @@ def gelu_tanh_and_slope(x: Decimal) -> tuple[Decimal, Decimal]:
 
 
 def gelu_and_slope(x: Decimal) -> tuple[Decimal, Decimal]:
-    """Return x Φ(x) and its derivative, Φ by its power series, which needs x² / 2 digits more than it gives."""
+    """Return x Φ(x) and its derivative, with Φ by its power series, which loses about x² / 2 digits."""
     if abs(x) > 60:
         return (x, Decimal(1)) if x > 0 else (Decimal(0), Decimal(0))
     with localcontext() as context:
@@ -79,7 +79,7 @@ def _logistic_unit(x: Decimal, z: Decimal, slope: Decimal) -> tuple[Decimal, Dec
 
 
 def _pi() -> Decimal:
-    """Return π by Machin's formula, to the digits of the context."""
+    """Return π by Machin's formula, in the precision of the context."""
     with localcontext() as context:
         context.prec += 5
 

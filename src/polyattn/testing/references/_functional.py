@@ -11,12 +11,12 @@ Float = NDArray[np.float64]
 
 
 def f64(x: ArrayLike) -> Float:
-    """Return ``x`` as a float64 array of its own."""
+    """Return a float64 copy of ``x``."""
     return np.array(x, dtype=np.float64)
 
 
 def softmax(x: ArrayLike, axis: int = -1) -> Float:
-    """Return exp(x) / Σ exp(x) along ``axis``; a line of −inf gives zeros."""
+    """Return exp(x) / Σ exp(x) along ``axis``; zeros if all elements are −inf."""
     x = f64(x)
     if x.size == 0:
         return x
@@ -47,7 +47,7 @@ def log_softmax_gradient(dy: ArrayLike, x: ArrayLike, axis: int = -1) -> Float:
 
 
 def embedding(indices: ArrayLike, weight: ArrayLike) -> Float:
-    """Return the rows of ``weight`` that the indices name."""
+    """Return the rows of ``weight`` at the indices."""
     weight, indices = f64(weight), np.asarray(indices)
     y = np.zeros((*indices.shape, weight.shape[1]))
     for place in np.ndindex(indices.shape):
@@ -56,7 +56,7 @@ def embedding(indices: ArrayLike, weight: ArrayLike) -> Float:
 
 
 def embedding_gradient(dy: ArrayLike, indices: ArrayLike, weight: ArrayLike) -> Float:
-    """Return the gradient of ``weight``: dy added to the row that each index names, one at a time."""
+    """Return the gradient of ``weight``: dy added to the row at each index, one at a time."""
     dy, dweight, indices = f64(dy), np.zeros(np.shape(weight)), np.asarray(indices)
     for place in np.ndindex(indices.shape):
         dweight[indices[place]] += dy[place]
@@ -70,14 +70,14 @@ def linear(x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None) -> Fl
 
 
 def linear_gradients(dy: ArrayLike, x: ArrayLike, weight: ArrayLike) -> tuple[Float, Float, Float]:
-    """Return the gradients of x, weight and bias; those of the parameters summed over all rows."""
+    """Return the gradients of x, weight and bias; those of weight and bias are summed over all rows."""
     dy, x, weight = f64(dy), f64(x), f64(weight)
     rows, drows = x.reshape(-1, weight.shape[0]), dy.reshape(-1, weight.shape[1])
     return np.einsum("...o,io->...i", dy, weight), np.einsum("ri,ro->io", rows, drows), np.sum(drows, axis=0)
 
 
 def mse_loss(prediction: ArrayLike, target: ArrayLike) -> Float:
-    """Return the mean of (prediction − target)² over everything."""
+    """Return the mean of (prediction − target)² over all elements."""
     return np.asarray(np.mean((f64(prediction) - f64(target)) ** 2))
 
 
@@ -89,10 +89,10 @@ def mse_loss_gradients(dy: ArrayLike, prediction: ArrayLike, target: ArrayLike) 
 
 
 def cross_entropy(logits: ArrayLike, labels: ArrayLike, **options: Any) -> Float:
-    """Return Σ w_label (lse(logits) − logits[label]) over the labels that count, reduced as ``reduction`` says.
+    """Return Σ w_label (lse(logits) − logits[label]) over the labels that are not ignored, reduced by ``reduction``.
 
-    ``weight`` is per class, ``ignore_index`` a label that does not count; "mean"
-    divides by the sum of the weights that count.
+    ``weight`` has one element for each class, and ``ignore_index`` is the label to
+    ignore; "mean" divides by the sum of the weights of the other labels.
     """
     losses, weights, _ = _cross_entropy_rows(logits, labels, **options)
     return _reduce(losses * weights, weights, options.get("reduction", "mean")).reshape(
@@ -117,7 +117,7 @@ def cross_entropy_gradient(dy: ArrayLike, logits: ArrayLike, labels: ArrayLike, 
 def cross_entropy_weight_gradient(
     dy: ArrayLike, logits: ArrayLike, labels: ArrayLike, weight: ArrayLike, **options: Any
 ) -> Float:
-    """Return the gradient of the class weights: Σ over its rows of the loss, less the mean if that is taken."""
+    """Return the gradient of the class weights: Σ of the loss over a class's rows, less the mean for "mean"."""
     mean = options.get("reduction", "mean") == "mean"
     losses, weights, _ = _cross_entropy_rows(logits, labels, weight, **options)
     upstream = np.broadcast_to(f64(dy).reshape(-1), weights.shape)
@@ -132,7 +132,7 @@ def cross_entropy_weight_gradient(
 def _cross_entropy_rows(
     logits: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None, ignore_index: int | None = None, **_: Any
 ) -> tuple[Float, Float, Float]:
-    """Return each row's loss and weight (both zero where ignored), and the logits as rows."""
+    """Return each row's loss and weight (zero for ignored labels), and the logits as rows."""
     flat = f64(logits).reshape(-1, np.shape(logits)[-1])
     class_weight = np.ones(flat.shape[-1]) if weight is None else f64(weight)
     losses, weights = np.zeros(len(flat)), np.zeros(len(flat))

@@ -67,7 +67,7 @@ def multi_head_attention_gradients(
     scale: float | str | None = None,
     **arguments: Any,
 ) -> tuple[tuple[Float, Float, Float], Parameters]:
-    """Return the gradients of query, key and value, each on its own path, and of the parameters by name."""
+    """Return the gradients of query, key and value as separate inputs, and of the parameters by name."""
     q, k, v = _heads(parameters, query, key, value, num_heads, num_kv_heads)
     arguments["scale"] = 1 / math.sqrt(np.shape(query)[-1]) if scale == "model" else scale
     gradients: Parameters = {}

@@ -9,7 +9,7 @@ from ._functional import Float, f64
 
 
 def _rows(x: ArrayLike, axes: int) -> Float:
-    """Return one row for each place before the last so many axes."""
+    """Return x as rows, with its last axes flattened."""
     x = f64(x)
     return x.reshape(-1, int(np.prod(x.shape[x.ndim - axes :])))
 
@@ -20,7 +20,7 @@ def _gain(weight: ArrayLike | None) -> Float:
 
 def _normalised(rows: Float, eps: float) -> tuple[Float, Float]:
     centred = rows - np.mean(rows, axis=1, keepdims=True)
-    centred = centred - np.mean(centred, axis=1, keepdims=True)  # the first mean was rounded at its own size
+    centred = centred - np.mean(centred, axis=1, keepdims=True)  # removes the rounding error of the first mean
     inverse = 1.0 / np.sqrt(np.mean(centred**2, axis=1, keepdims=True) + eps)
     return centred * inverse, inverse
 

@@ -1,4 +1,4 @@
-"""Rotary embedding as a product of complex numbers, and the published frequencies, one pair at a time."""
+"""Rotary embedding as a product of complex numbers, with the published frequencies of each pair."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def rotary_embedding(
     interleaved: bool = False,
     scaling: dict[str, Any] | None = None,
 ) -> Float:
-    """Return m (x₁ + i x₂) e^(i p θ) for each pair of features, as pairs of real numbers again.
+    """Return m (x₁ + i x₂) e^(i p θ) for each pair of features, as pairs of real numbers.
 
-    ``scaling`` has the kind, and its numbers by name: ``{"kind": "linear", "factor": 2.0}``.
+    ``scaling`` has the kind and its parameters: ``{"kind": "linear", "factor": 2.0}``.
     """
     x = f64(x)
     n, dim = x.shape[-2], x.shape[-1] if dim is None else dim
@@ -33,14 +33,14 @@ def rotary_embedding(
     if x.ndim > 2:
         angles = angles[..., None, :, :]
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(dim // 2), slice(dim // 2, dim))
-    turned = magnitude * (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    rotated = magnitude * (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
     y = x.copy()
-    y[..., first], y[..., second] = turned.real, turned.imag
+    y[..., first], y[..., second] = rotated.real, rotated.imag
     return y
 
 
 def rotary_embedding_gradient(dy: ArrayLike, **arguments: Any) -> Float:
-    """Return the gradient of x: turning is linear, and its transpose turns back."""
+    """Return the gradient of x: rotation is linear, and its transpose is the inverse rotation."""
     dy = f64(dy)
     positions = arguments.pop("positions", None)
     if positions is None:
@@ -49,7 +49,7 @@ def rotary_embedding_gradient(dy: ArrayLike, **arguments: Any) -> Float:
 
 
 def rotary_frequencies(dim: int, base: float, kind: str | None = None, **numbers: Any) -> tuple[Float, float]:
-    """Return the angle by which one position turns each pair, and the magnitude."""
+    """Return the rotation angle of each pair for one position, and the magnitude."""
     if kind == "ntk":
         base = base * numbers["factor"] ** (dim / (dim - 2))
     plain = [1.0 / base ** (2 * i / dim) for i in range(dim // 2)]

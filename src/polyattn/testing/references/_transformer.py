@@ -1,4 +1,4 @@
-"""A transformer's attention with all that is around it, and its block: values only, for central differences."""
+"""Multi-head attention with norms, rotary embedding and sinks, and the transformer block, for central differences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def transformer_attention(
     eps: float = 1e-6,
     **arguments: Any,
 ) -> Float:
-    """Return multi-head attention with norms and rotary embedding of queries and keys, and with the learnt sinks.
+    """Return multi-head attention with norms and rotary embedding of queries and keys, and with learnt sinks.
 
     ``rotary`` has the arguments of :func:`rotary_embedding`.
     """
