@@ -107,7 +107,7 @@ def flax_sdist(session: nox.Session) -> str:
 def compile(session: nox.Session) -> None:
     """Run the whole table of torch.compile tests, of which the suite runs a part. Not part of the default checks."""
     install(session, "torch,test", *SUITE)
-    table = ("tests/xp/test_torch_compile_table.py", "-m", "long or not long")
+    table = ("tests/backends/torch/test_compile_table.py", "-m", "long or not long")
     session.run("pytest", "--polyattn-backend=torch", *table, *(session.posargs or ["-n", "2"]), env=UNSELECTED)
 
 
@@ -129,7 +129,7 @@ def interop(session: nox.Session) -> None:
     env = UNSELECTED | keras | {"OMP_NUM_THREADS": "1"}  # for small models two processes are faster than two threads
     files = ("tests/interop", "tests/examples/test_hugging_face.py")
     doctests = ("--doctest-modules", "--pyargs", "polyattn.interop.transformers")
-    chosen = ("--polyattn-backend=torch", *files, *doctests, *(session.posargs or ["-n", "2"]))
+    chosen = (*files, *doctests, *(session.posargs or ["-n", "2"]))
     session.run("pytest", *chosen, env=env)
 
 
@@ -151,7 +151,7 @@ def plugin(session: nox.Session) -> None:
     tests = str(root / "examples" / "plugin" / "tests")
     session.run("pytest", tests, "-k", "not test_the_kit", env=UNSELECTED)  # which repeats the check
     shutil.rmtree(folder / "polyattn-strange", ignore_errors=True)
-    foreign = {**UNSELECTED, "PYTHONPATH": str(root / "tests" / "xp" / "foreign")}
+    foreign = {**UNSELECTED, "PYTHONPATH": str(root / "tests" / "stand_ins")}
     session.run("polyattn", "new-backend", "strange", "--namespace", "foreign_arrays", env=foreign)
     install_wheel(session, folder / "polyattn-strange", folder, "--no-deps")  # its library is on no package index
     part = session.posargs or ["-k", "contract or features or conversion or selection"]
@@ -220,7 +220,7 @@ def minimal(session: nox.Session) -> None:
     check_wheel(session, wheel)
     session.install("-c", "constraints.txt", str(wheel), "pytest", "hypothesis")
     session.run("polyattn", "train", success_codes=[2])  # the command line is an extra; it says how to get it
-    session.run("pytest", "tests/unit", "--polyattn-backend=numpy", *session.posargs, env=UNSELECTED)
+    session.run("pytest", "tests/unit", "tests/backends/numpy", *session.posargs, env=UNSELECTED)
 
 
 def check_wheel(session: nox.Session, wheel: Path) -> None:

@@ -1,8 +1,10 @@
 """The suite runs on the backend that ``--polyattn-backend`` names (numpy by default), with the fixtures of the kit.
 
+Which tests are in a backend's run is a matter of folders and fixtures: ``backends/NAME`` is in NAME's run alone,
+``dispatch`` and ``xp`` in every run, and of the other folders what takes the backend under test; the rest of these is
+in numpy's run, which has every library beside it.
 ``@pytest.mark.needs("autograd")`` leaves a test out where the library lacks a feature, and says why; which features
 there are, and who lacks one, stands in ``polyattn.backend.FEATURES`` and in the plugins.
-``@pytest.mark.only("torch", reason=…)`` is for what looks at one plugin.
 """
 
 import os
@@ -25,31 +27,8 @@ settings.register_profile("compiling", settings.get_profile("fixed"), max_exampl
 settings.register_profile("explore", max_examples=1000, **COMMON)
 settings.register_profile("thorough", settings.get_profile("explore"), max_examples=10_000)
 
-# What looks at one backend in any case, or at none: it runs once, with numpy's suite.
-ONCE = {
-    "test_bench.py",
-    "test_benchmark_scripts.py",
-    "test_check.py",
-    "test_checkpoint_damage.py",
-    "test_checkpoint_shards.py",
-    "test_cupy_kernel.py",
-    "test_docs.py",
-    "test_gpu_benchmark.py",
-    "test_jax_sharded.py",
-    "test_jax_training.py",
-    "test_new_backend.py",
-    "test_numpy_kernels.py",
-    "test_numpy_threads.py",
-    "test_onnx_graph.py",
-    "test_pictures.py",
-    "test_plot.py",
-    "test_torch_pipelines.py",
-    "test_torch_training.py",
-    "test_weight_files.py",
-}
-
-
 HERE = Path(__file__).parent
+ONCE = ("cli", "examples", "interop", "plugins", "unit")
 PROGRAMS, LIBRARY = HERE / "programs", (HERE / "stand_ins" / "library.py").read_text()
 
 
@@ -140,17 +119,28 @@ def site(tmp_path, monkeypatch):
 
 def pytest_ignore_collect(collection_path, config):
     # Others' suites need packages of their own: they run where they are named, as ``nox -s suites`` does.
-    if collection_path.name == "suites":
+    if collection_path == HERE / "suites":
         return True
-    once = collection_path.name in ONCE and config.getoption("--polyattn-backend") not in (None, "numpy")
-    return True if once else None
+    chosen = config.getoption("--polyattn-backend") or "numpy"
+    # CuPy's tests need no device: NumPy stands in for it.
+    here = (chosen, "cupy") if chosen == "numpy" else (chosen,)
+    return True if collection_path.parent == HERE / "backends" and collection_path.name not in here else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave what does not take the backend under test to numpy's run."""
+    if (config.getoption("--polyattn-backend") or "numpy") == "numpy":
+        return
+    ours = [item for item in items if item.path.is_relative_to(HERE) and "target" not in item.fixturenames]
+    once = {item for item in ours if item.path.relative_to(HERE).parts[0] in ONCE}
+    config.hook.pytest_deselected(items=[*once])
+    items[:] = [item for item in items if item not in once]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.addinivalue_line("markers", "needs(feature, ...): leave out where the backend lacks a feature")
     config.addinivalue_line("markers", "long: left out unless ``-m`` asks for it, as ``nox -s compile`` does")
-    config.addinivalue_line("markers", "only(backend, ..., reason=None): leave out in the runs of all other backends")
     from polyattn.testing.features import lacking  # not before pytest has loaded the plugin, whose asserts it rewrites
     from polyattn.testing.plugin import TARGET
 
@@ -163,9 +153,5 @@ def pytest_runtest_setup(item):
     from polyattn.testing.features import need
     from polyattn.testing.plugin import TARGET
 
-    target = item.config.stash[TARGET]
-    for mark in item.iter_markers("only"):
-        if target.name not in mark.args:
-            pytest.skip(mark.kwargs["reason"])
     for mark in item.iter_markers("needs"):
-        need(target, *mark.args)
+        need(item.config.stash[TARGET], *mark.args)

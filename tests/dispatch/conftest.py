@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import polyattn as pa
-from polyattn import registry, selection
+from polyattn import registry
 
 BACKENDS = pa.list_backends()
 READY = [info.name for info in BACKENDS if info.state == "ready"]
@@ -30,12 +30,6 @@ def _sixty_four_bits():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_selected(monkeypatch):
-    monkeypatch.delenv(selection.BACKEND_VARIABLE, raising=False)
-    monkeypatch.delenv(selection.DEVICE_VARIABLE, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 error that says why. ``dlpack`` stands for objects of which nothing is known but ``__dlpack__``."""
 
 import importlib.util
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -383,3 +384,20 @@ def test_jax_in_32_bits_refuses_what_it_would_round():
             pa.to_backend(Exported(BASE.copy()), "jax")
     finally:
         jax().config.update("jax_enable_x64", True)
+
+
+@pytest.mark.skipif("jax" not in READY, reason="jax is not installed")
+@pytest.mark.parametrize("selected", [None, *(name for name in READY if name != "jax")])
+def test_arrays_that_jax_traces_stay(selected):
+    """Under jit, grad and vmap an array never leaves JAX, and nothing is counted; with nothing selected it computes."""
+    x = jax().numpy.linspace(0.0, 1.0, 12).reshape(3, 4)
+    expected = pytest.raises(pa.BackendMismatchError, match=r"x: this array is being traced by JAX.*select jax")
+
+    def loss(t):
+        return (pa.functional.softmax(t) ** 2).sum()
+
+    with pa.transfers() as account, pa.use_backend(selected) if selected else nullcontext():
+        for transform in (jax().jit, jax().grad, lambda f: jax().vmap(lambda row: f(row[None]))):
+            with expected if selected else nullcontext():
+                transform(loss)(x)
+    assert account.count == 0

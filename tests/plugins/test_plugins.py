@@ -180,7 +180,7 @@ def test_a_part_that_its_package_lacks():
 
 def test_an_optimiser_takes_arrays_that_name_no_device(monkeypatch):
     """As MLX's arrays: the standard asks for the attribute, and one of two libraries leaves it out."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "xp" / "foreign")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "stand_ins")
     import foreign_arrays
 
     monkeypatch.delattr(foreign_arrays.Array, "device")

@@ -54,57 +54,53 @@ def compared(name, library, derivatives):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11, err_msg=what)
 
 
-@pytest.mark.only("jax", reason="what is JAX's alone runs with its suite")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_jax(name):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def by_jax(f, pair, weight, along):
+    import jax
 
-    def derivatives(f, pair, weight, along):
-        def value(pair, weight):
-            return f(pair, weight)
+    def value(pair, weight):
+        return f(pair, weight)
 
-        def all_of_them(pair, weight, along):
-            gradient = jax.grad(value, argnums=(0, 1))
-            zeros = jax.numpy.zeros_like(pair), jax.numpy.zeros_like(weight)
-            moved = jax.jvp(value, (pair, weight), (along, weight))[1]
-            still = jax.jvp(value, (pair, weight), zeros)[1]
-            of_pair, of_weight = gradient(pair, weight)
-            forward_over_reverse = jax.jvp(gradient, (pair, weight), (along, weight))[1]
-            reverse = jax.grad(
-                lambda p, w: jax.numpy.vdot(gradient(p, w)[0], along) + jax.numpy.vdot(gradient(p, w)[1], weight),
-                argnums=(0, 1),
-            )(pair, weight)
-            return {
-                "value": value(pair, weight), "tangent": moved, "tangent of nothing": still, "gradient": of_pair,
-                "gradient of weight": of_weight, "forward over reverse": forward_over_reverse[0],
-                "forward over reverse of weight": forward_over_reverse[1], "hessian": jax.hessian(value)(pair, weight),
-            } | dict(zip(("reverse over reverse", "reverse over reverse of weight"), reverse, strict=True))  # fmt: skip
+    def all_of_them(pair, weight, along):
+        gradient = jax.grad(value, argnums=(0, 1))
+        zeros = jax.numpy.zeros_like(pair), jax.numpy.zeros_like(weight)
+        moved = jax.jvp(value, (pair, weight), (along, weight))[1]
+        still = jax.jvp(value, (pair, weight), zeros)[1]
+        of_pair, of_weight = gradient(pair, weight)
+        forward_over_reverse = jax.jvp(gradient, (pair, weight), (along, weight))[1]
+        reverse = jax.grad(
+            lambda p, w: jax.numpy.vdot(gradient(p, w)[0], along) + jax.numpy.vdot(gradient(p, w)[1], weight),
+            argnums=(0, 1),
+        )(pair, weight)
+        return {
+            "value": value(pair, weight), "tangent": moved, "tangent of nothing": still, "gradient": of_pair,
+            "gradient of weight": of_weight, "forward over reverse": forward_over_reverse[0],
+            "forward over reverse of weight": forward_over_reverse[1], "hessian": jax.hessian(value)(pair, weight),
+        } | dict(zip(("reverse over reverse", "reverse over reverse of weight"), reverse, strict=True))  # fmt: skip
 
-        found = jax.jit(all_of_them)(pair, weight, along)
-        assert found["tangent of nothing"] == 0.0
-        return found
-
-    compared(name, jax.numpy.asarray, derivatives)
+    found = jax.jit(all_of_them)(pair, weight, along)
+    assert found["tangent of nothing"] == 0.0
+    return found
 
 
+def by_torch(f, pair, weight, along):
+    import torch
+
+    pair, weight = pair.requires_grad_(), weight.requires_grad_()
+    value = f(pair, weight)
+    gradients = torch.autograd.grad(value, (pair, weight), create_graph=True, materialize_grads=True)
+    product = (gradients[0] * along).sum() + (gradients[1] * weight.detach()).sum()
+    second = torch.autograd.grad(product, (pair, weight), materialize_grads=True)
+    found = dict(zip(("gradient", "of weight", "second", "second of weight"), (*gradients, *second), strict=True))
+    found |= {"value": value, "once": torch.autograd.grad(f(pair, weight), pair)[0]}
+    fixed = weight.detach()
+    found["tangent"] = torch.func.jvp(lambda p: f(p, fixed), (pair.detach(),), (along,))[1]
+    found["tangent of nothing"] = torch.func.jvp(lambda p: f(p, fixed), (pair.detach(),), (along * 0,))[1]
+    assert found["tangent of nothing"] == 0.0
+    return {what: x.detach().numpy() for what, x in found.items()}
+
+
+@pytest.mark.needs("autograd")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward mode uses it itself
-@pytest.mark.only("torch", reason="what is torch's alone runs with its suite")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_torch(name):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-
-    def derivatives(f, pair, weight, along):
-        pair, weight = pair.requires_grad_(), weight.requires_grad_()
-        value = f(pair, weight)
-        gradients = torch.autograd.grad(value, (pair, weight), create_graph=True, materialize_grads=True)
-        product = (gradients[0] * along).sum() + (gradients[1] * weight.detach()).sum()
-        second = torch.autograd.grad(product, (pair, weight), materialize_grads=True)
-        found = dict(zip(("gradient", "of weight", "second", "second of weight"), (*gradients, *second), strict=True))
-        found |= {"value": value, "once": torch.autograd.grad(f(pair, weight), pair)[0]}
-        fixed = weight.detach()
-        found["tangent"] = torch.func.jvp(lambda p: f(p, fixed), (pair.detach(),), (along,))[1]
-        found["tangent of nothing"] = torch.func.jvp(lambda p: f(p, fixed), (pair.detach(),), (along * 0,))[1]
-        assert found["tangent of nothing"] == 0.0
-        return {what: x.detach().numpy() for what, x in found.items()}
-
-    compared(name, torch.asarray, derivatives)
+def test_derivatives(target, name):
+    compared(name, target.xp.asarray, {"jax": by_jax, "torch": by_torch}[target.name])

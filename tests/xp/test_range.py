@@ -25,49 +25,43 @@ def norm_of(name, scale, eps):
     return x, dy, y.astype(np.float64), dx.astype(np.float64)
 
 
-@pytest.mark.parametrize(("scale", "eps"), SCALES)
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-@pytest.mark.only("jax", reason="jax.jit and jax.vmap")
-def test_norms_in_a_trace_of_jax(make, to_np, name, scale, eps):
+def traces_of_jax(function):
     import jax
 
-    x, dy, want_y, want_dx = norm_of(name, scale, eps)
-
     def value_and_gradient(x, dy):
-        y, pull = jax.vjp(lambda x: getattr(F, name)(x, eps=eps), x)
+        y, pull = jax.vjp(function, x)
         return y, pull(dy)[0]
 
-    for traced in (jax.jit(value_and_gradient), jax.vmap(value_and_gradient)):
-        y, dx = traced(make(x, "float32"), make(dy, "float32"))
-        assert_close(to_np(y), want_y, "float32")
-        assert_close(to_np(dx), want_dx, "float32")
+    return jax.jit(value_and_gradient), jax.vmap(value_and_gradient)
 
 
-@pytest.mark.parametrize(("scale", "eps"), SCALES)
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-@pytest.mark.only("torch", reason="torch.func and torch.compile")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what the compiler itself does
-def test_norms_in_a_trace_of_torch(make, to_np, name, scale, eps):
+def traces_of_torch(function):
     import torch
 
-    import polyattn.interop.torch  # noqa: F401  # which torch.compile needs
-
-    x, dy, want_y, want_dx = norm_of(name, scale, eps)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
 
     def value_and_gradient(x, dy):
-        y, pull = torch.func.vjp(lambda x: getattr(F, name)(x, eps=eps), x)
+        y, pull = torch.func.vjp(function, x)
         return y, pull(dy)[0]
 
-    for traced in (value_and_gradient, torch.func.vmap(value_and_gradient)):
+    def by_compiled(x, dy):
+        y = compiled(x.requires_grad_())
+        return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+    return value_and_gradient, torch.func.vmap(value_and_gradient), by_compiled
+
+
+@pytest.mark.needs("autograd")
+@pytest.mark.parametrize(("scale", "eps"), SCALES)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what torch's compiler does
+def test_norms_in_a_trace(target, make, to_np, name, scale, eps):
+    x, dy, want_y, want_dx = norm_of(name, scale, eps)
+    traces = {"jax": traces_of_jax, "torch": traces_of_torch}[target.name]
+    for traced in traces(lambda x: getattr(F, name)(x, eps=eps)):
         y, dx = traced(make(x, "float32"), make(dy, "float32"))
         assert_close(to_np(y), want_y, "float32")
         assert_close(to_np(dx), want_dx, "float32")
-    compiled = torch.compile(lambda x: getattr(F, name)(x, eps=eps), backend="eager", fullgraph=True)
-    leaf = make(x, "float32").requires_grad_()
-    y = compiled(leaf)
-    y.backward(make(dy, "float32"))
-    assert_close(to_np(y.detach()), want_y, "float32")
-    assert_close(to_np(leaf.grad), want_dx, "float32")
 
 
 def second_derivatives(target, function, x):
@@ -125,7 +119,6 @@ def test_second_derivatives_of_norms(target, make, to_np, name, scale):
     assert_close(np.float64(got) * scale**2, want, "float32", scale=10.0)
 
 
-@pytest.mark.only("numpy", reason="it looks at the references alone")
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "silu", "gelu", "gelu_tanh"])
 def test_exact_formulas(name):
     """They agree with the plain float64 formulas in the middle."""

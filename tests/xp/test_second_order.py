@@ -119,7 +119,6 @@ def test_torch_differentiates_the_formula_to_the_same(make, to_np):
         assert_close(to_np(x), y.numpy(), what=name)
 
 
-@pytest.mark.only("numpy", reason="tracemalloc sees only NumPy's memory")
 def test_memory_does_not_grow_with_the_square():
     """Four times the keys: the tiles are what they were, and only what has a row for each key grows."""
     peaks = []

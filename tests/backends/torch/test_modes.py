@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn as pa
 from polyattn import functional as F
+from polyattn import registry
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 
-torch = pytest.importorskip("torch", reason="torch is not installed, so its modes are not either")
-pytestmark = pytest.mark.only("torch", reason="these are modes of torch's own tensors")
 RNG = np.random.default_rng(59)
 Q, K, V = (RNG.standard_normal((2, 3, 5, 4)) for _ in range(3))
 
@@ -124,8 +124,5 @@ class Reversed:
 
 
 def test_negative_strides_are_copied_before_torch_aborts_on_them():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from polyattn import registry
-
     array = np.arange(6.0)[::-1]
     assert torch.equal(registry.ready("torch").asarray(Reversed(array)), torch.tensor(array.copy()))

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
 from polyattn.optim import SGD, AdamW, clip_by_global_norm, cosine, linear_warmup
-
-torch = pytest.importorskip("torch", reason="torch is not installed: nothing to compare with")
 
 SHAPES = {"weight": (4, 3), "bias": (3,), "temperature": ()}
 STEPS = 20

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-NO_DRIVER = (Path(__file__).parents[1] / "stand_ins" / "cupy.py").read_text()
+NO_DRIVER = Path(__file__).with_name("no_driver.py").read_text()
 STATES = {
     "no driver": (
         NO_DRIVER,

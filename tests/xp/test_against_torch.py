@@ -9,8 +9,6 @@ import polyattn as pa
 from polyattn.testing import assert_close
 
 torch = pytest.importorskip("torch", reason="torch is not installed, so there is nothing to compare with")
-WHY = "torch is compared with in the runs of numpy and torch; here the references stand for it"
-pytestmark = pytest.mark.only("numpy", "torch", reason=WHY)
 F = pa.functional
 TF = torch.nn.functional
 RNG = np.random.default_rng(53)

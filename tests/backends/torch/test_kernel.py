@@ -5,17 +5,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn as pa
 from polyattn.functional._arguments import checked_call, make_problem
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
+from polyattn_torch import _kernel, _operations
 
-torch = pytest.importorskip("torch", reason="torch is not installed, so its kernel is not either")
-from polyattn_torch import _kernel, _operations  # noqa: E402
-
-pytestmark = pytest.mark.only("torch", reason="the kernel is torch's")
 REFUSED = {
     "softcap",
     "bias",

@@ -1,4 +1,4 @@
-"""Data made by polyattn in a DataLoader's workers, on two backends. Run by ``test_torch_pipelines.py``."""
+"""Data made by polyattn in a DataLoader's workers, on two backends. Run by ``backends/torch/test_pipelines.py``."""
 
 import numpy as np
 import torch

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 import polyattn as pa
-
-torch = pytest.importorskip("torch", reason='pip install "polyattn[torch]"')
-interop = pytest.importorskip("polyattn.interop.torch")
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from polyattn.interop import torch as interop
 
 
 @pytest.fixture(params=["torch", "numpy"])
@@ -156,9 +152,6 @@ def test_modules_under_autocast(where: str) -> None:
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
-def test_workers_of_a_loader() -> None:
+def test_workers_of_a_loader(program: Any) -> None:
     """Forked while the parent has threads: they do not hang, and give the parent's numbers."""
-    script = Path(__file__).with_name("torch_workers.py")
-    found = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == "as in the parent\n"
+    assert program("torch_workers", PYTHONWARNINGS="error") == "as in the parent"

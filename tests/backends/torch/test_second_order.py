@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn as pa
 from polyattn import functional as F
 from polyattn.kernels import _tiled
 
-torch = pytest.importorskip("torch", reason="torch is not installed, so it differentiates nothing")
-pytestmark = [
-    pytest.mark.only("torch", reason="these are torch's derivatives"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),  # its forward mode uses it itself
-]
+# torch's forward mode uses it itself:
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 
 def normal(*shape: int, seed: int = 0) -> Any:

@@ -15,7 +15,7 @@ from polyattn.bench import PEERS, Case, Row, Shape, compare
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 
 
 @pytest.fixture

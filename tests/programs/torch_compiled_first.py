@@ -1,4 +1,4 @@
-"""A program whose first call of polyattn is one that torch compiles. Run by test_torch_compile_table.py."""
+"""A program whose first call of polyattn is one that torch compiles. Run by backends/torch/test_compile_table.py."""
 
 import sys
 

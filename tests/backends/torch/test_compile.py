@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn as pa
 from polyattn import functional as F
+from polyattn.interop import torch as interop
 
-torch = pytest.importorskip("torch", reason="torch is not installed, so there is nothing to compile")
-interop = pytest.importorskip("polyattn.interop.torch")
 pytestmark = [
-    pytest.mark.only("torch", reason="it is torch that compiles"),
     # What the compiler itself does:
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),

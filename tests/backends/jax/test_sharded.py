@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("jax", reason="jax is not installed")
-
 
 @pytest.mark.parametrize("part", ["attention", "layers", "explicit_axes"])
 def test_four_devices(part, program):

@@ -2,17 +2,16 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import polyattn as pa
 from polyattn import functional as F
 from polyattn.testing import assert_close
 from polyattn.testing.cases import CASES
-
-jax = pytest.importorskip("jax", reason="jax is not installed")
-jnp = jax.numpy
-pytestmark = pytest.mark.only("jax", reason="what is JAX's alone runs with its suite")
 
 RNG = np.random.default_rng(17)
 X, SQUARE, WIDE = RNG.standard_normal((2, 4, 6)), RNG.standard_normal((6, 6)), RNG.standard_normal(6)
@@ -266,7 +265,6 @@ def test_scan_over_checkpoints():
 
 def test_an_exported_program():
     """What ``jax.export`` makes of a gradient gives the same."""
-    export = pytest.importorskip("jax.export", reason="jax.export cannot be imported", exc_type=ImportError)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(pa.attention(x, x, x, causal=True) ** 2)))
     x = jnp.asarray(Q[0])
     np.testing.assert_array_equal(export.export(gradient)(x).call(x), gradient(x))

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn as pa
 from polyattn import functional as F
 
-torch = pytest.importorskip("torch", reason="torch is not installed, so there is nothing to compile")
 pytestmark = [
-    pytest.mark.only("torch", reason="it is torch that compiles"),
     # What the compiler itself does:
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
@@ -339,8 +335,6 @@ def test_a_mask_of_traced_values_says_what_is_wrong(make: Any) -> None:
         compiled(torch.tensor(2))
 
 
-def test_a_fresh_process_compiles_first() -> None:
+def test_a_fresh_process_compiles_first(program: Any) -> None:
     """No call of polyattn before it, and no import of polyattn.interop.torch."""
-    program = Path(__file__).parent / "foreign" / "compiled_first.py"
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    program("torch_compiled_first")

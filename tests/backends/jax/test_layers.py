@@ -5,15 +5,13 @@ import gc
 import pickle
 import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import polyattn as pa
 from polyattn.testing import assert_close
-
-jax = pytest.importorskip("jax", reason="jax is not installed")
-jnp = jax.numpy
-pytestmark = pytest.mark.only("jax", reason="what is JAX's alone runs with its suite")
 
 X = np.random.default_rng(3).standard_normal((2, 5, 8))
 LAYERS = {
