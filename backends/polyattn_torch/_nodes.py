@@ -10,7 +10,7 @@ stand at the second of the two, and the largest score counts as a constant.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,10 +27,61 @@ from polyattn.backend import (
 
 __all__ = ["attention", "attention_backward"]
 
-ARRAYS = ("bias", "table", "sinks", "mask", "q_offset", "key_lengths", "seed", "q_segments", "k_segments")
-"""What a problem may have as tensors; the first three have gradients."""
-OUT_AND_STATISTICS = (7, 8, 9)
-"""Where they stand among the operands of :class:`_Second`."""
+
+class Tensors(NamedTuple):
+    """What a problem may have as tensors; the first three have gradients."""
+
+    bias: Array | None = None
+    table: Array | None = None
+    sinks: Array | None = None
+    mask: Array | None = None
+    q_segments: Array | None = None
+    k_segments: Array | None = None
+    q_offset: Array | None = None
+    key_lengths: Array | None = None
+    seed: Array | None = None
+
+    @classmethod
+    def of(cls, problem: Problem) -> Tensors:
+        """Return the tensors of a problem."""
+        given = (getattr(problem, name) for name in cls._fields)
+        return cls(*(x if isinstance(x, torch.Tensor) else None for x in given))
+
+    def gradients(self, dbias: Array | None, dsinks: Array | None) -> Tensors:
+        """Return the gradient of each: that of the bias may be its table's."""
+        return Tensors(None if self.bias is None else dbias, None if self.table is None else dbias, dsinks)
+
+
+class Operands(NamedTuple):
+    """The operands of :class:`_Second`: cotangents of the gradients, then the operands of the backward."""
+
+    q_bar: Array | None
+    k_bar: Array | None
+    v_bar: Array | None
+    bias_bar: Array | None
+    sinks_bar: Array | None
+    dout: Array
+    dlse: Array | None
+    out: Array
+    largest: Array
+    log_total: Array
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    table: Array | None
+    sinks: Array | None
+    mask: Array | None
+    q_segments: Array | None
+    k_segments: Array | None
+    q_offset: Array | None
+    key_lengths: Array | None
+    seed: Array | None
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of the problem."""
+        return Tensors(*(getattr(self, name) for name in Tensors._fields))
 
 
 def attention(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
@@ -67,10 +118,11 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _dlargest: Any, dlse: Any) -> Any:
-        out, *others = ctx.saved_tensors
-        dout, arrays = torch.zeros_like(out) if dout is None else dout, others[5:]
-        dq, dk, dv, dbias, dsinks = _Backward.apply(ctx.kernel, ctx.bare, dout, dlse, out, *others)
-        return None, None, dq, dk, dv, *spread(arrays, dbias, dsinks)
+        out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        operands = (dout, dlse, out, largest, log_total, q, k, v, *arrays)
+        dq, dk, dv, dbias, dsinks = _Backward.apply(ctx.kernel, ctx.bare, *operands)
+        return None, None, dq, dk, dv, *Tensors(*arrays).gradients(dbias, dsinks)
 
     @staticmethod
     def jvp(ctx: Any, _kernel: Any, _bare: Any, *moved: Any) -> Any:
@@ -105,12 +157,15 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         return None, None, ddout, ddlse, None, None, None, *grads
 
     @staticmethod
-    def jvp(ctx: Any, _kernel: Any, _bare: Any, dout_dot: Any, dlse_dot: Any, *others: Any) -> Any:
+    def jvp(
+        ctx: Any, _kernel: Any, _bare: Any, dout_dot: Any, dlse_dot: Any, _out: Any, _largest: Any, _log_total: Any,
+        *moved: Any,
+    ) -> Any:  # fmt: skip
         """∇L moves by its own derivative along the inputs, and by the backward of what dout and dlse move by."""
         dout, dlse, out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
         problem, statistics = put_together(ctx.bare, arrays), RowStatistics(largest, log_total)
-        moved = tangents_of(*others[3:])  # those of out and the statistics are in the formula
-        _, _, of = attention_backward_vjp(moved, dout, dlse, q, k, v, out, statistics, problem)
+        tangents = tangents_of(*moved)  # those of out and the statistics are in the formula
+        _, _, of = attention_backward_vjp(tangents, dout, dlse, q, k, v, out, statistics, problem)
         if dout_dot is None and dlse_dot is None:
             return tuple(of)
         dout_dot = torch.zeros_like(dout) if dout_dot is None else dout_dot
@@ -125,7 +180,7 @@ class _Second(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 
     @staticmethod
     def forward(kernel: Any, bare: Any, *operands: Any) -> Any:
-        return second(bare, *operands)
+        return second(bare, Operands(*operands))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -137,33 +192,30 @@ class _Second(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Differentiate the formula as it is written, out and the statistics too: a third derivative is recorded."""
-        operands = ctx.saved_tensors
-        moving = [
-            i for i, x in enumerate(operands) if x is not None and x.is_floating_point() and i not in OUT_AND_STATISTICS
-        ]
+        operands = Operands(*ctx.saved_tensors)
+        floating = {name: x for name, x in operands._asdict().items() if x is not None and x.is_floating_point()}
+        moving = [name for name in floating if name not in ("out", "largest", "log_total")]
 
         def formula(*given: Any) -> Any:
-            now = list(operands)
-            for i, x in zip(moving, given, strict=True):
-                now[i] = x
-            before, (q, k, v) = now[:7], now[10:13]
-            out, statistics = attention(ctx.kernel, q, k, v, put_together(ctx.bare, now[13:]))
-            return tuple(y for y in second(ctx.bare, *before, out, *statistics, *now[10:]) if y is not None)
+            now = operands._replace(**dict(zip(moving, given, strict=True)))
+            out, statistics = attention(ctx.kernel, now.q, now.k, now.v, put_together(ctx.bare, now.tensors))
+            now = now._replace(out=out, **statistics._asdict())
+            return tuple(y for y in second(ctx.bare, now) if y is not None)
 
-        ys, pull = torch.func.vjp(formula, *(operands[i] for i in moving))
+        ys, pull = torch.func.vjp(formula, *(floating[name] for name in moving))
         given = (u for u, there in zip(cotangents, ctx.present, strict=True) if there)
         dys = tuple(torch.zeros_like(y) if u is None else u for u, y in zip(given, ys, strict=True))
         grads = dict(zip(moving, pull(dys), strict=True))
-        return None, None, *(grads.get(i) for i in range(len(operands)))
+        return None, None, *(grads.get(name) for name in Operands._fields)
 
 
-def second(bare: Problem, *operands: Any) -> tuple[Array | None, ...]:
+def second(bare: Problem, x: Operands) -> tuple[Array | None, ...]:
     """Return what :class:`_Second` does, each in the dtype of what it belongs to."""
-    (dout, dlse, out, largest, log_total), (q, k, v), arrays = operands[5:10], operands[10:13], operands[13:]
-    problem, statistics, cotangents = put_together(bare, arrays), RowStatistics(largest, log_total), operands[:5]
-    ddout, ddlse, of = attention_backward_vjp(Tangents(*cotangents), dout, dlse, q, k, v, out, statistics, problem)
-    grads = (of.q, of.k, of.v, *spread(arrays, of.bias, of.sinks))
-    return ddout.to(dout.dtype), None if dlse is None else ddlse.to(dlse.dtype), *grads
+    problem, statistics = put_together(bare, x.tensors), RowStatistics(x.largest, x.log_total)
+    cotangents = Tangents(x.q_bar, x.k_bar, x.v_bar, x.bias_bar, x.sinks_bar)
+    ddout, ddlse, of = attention_backward_vjp(cotangents, x.dout, x.dlse, x.q, x.k, x.v, x.out, statistics, problem)
+    grads = (of.q, of.k, of.v, *x.tensors.gradients(of.bias, of.sinks))
+    return ddout.to(x.dout.dtype), None if x.dlse is None else ddlse.to(x.dlse.dtype), *grads
 
 
 def keep(ctx: Any, *tensors: Any) -> None:
@@ -173,26 +225,19 @@ def keep(ctx: Any, *tensors: Any) -> None:
         ctx.save_for_forward(*tensors)
 
 
-def taken_apart(problem: Problem) -> tuple[Problem, tuple[Array | None, ...]]:
-    """Return a problem without its tensors, and these in the order of ARRAYS: torch has to see them."""
-    given = (getattr(problem, name) for name in ARRAYS)
-    arrays = tuple(x if isinstance(x, torch.Tensor) else None for x in given)
-    absent: Any = {name: None for name, x in zip(ARRAYS, arrays, strict=True) if x is not None}
-    return replace(problem, **absent), arrays
+def taken_apart(problem: Problem) -> tuple[Problem, Tensors]:
+    """Return a problem without its tensors, and these: torch has to see them."""
+    tensors = Tensors.of(problem)
+    absent: Any = {name: None for name, x in tensors._asdict().items() if x is not None}
+    return replace(problem, **absent), tensors
 
 
 def put_together(bare: Problem, arrays: Any) -> Problem:
     """Return the problem again."""
-    given: Any = {name: x for name, x in zip(ARRAYS, arrays, strict=True) if x is not None}
+    given: Any = {name: x for name, x in Tensors(*arrays)._asdict().items() if x is not None}
     return replace(bare, **given)
 
 
 def tangents_of(q: Any, k: Any, v: Any, bias: Any, table: Any, sinks: Any, *_: Any) -> Tangents:
-    """Return how the inputs move, from the tangents in the order of q, k, v and ARRAYS."""
+    """Return how the inputs move, from the tangents of q, k, v and :class:`Tensors`."""
     return Tangents(q, k, v, bias if table is None else table, sinks)
-
-
-def spread(arrays: Any, dbias: Array | None, dsinks: Array | None) -> tuple[Array | None, ...]:
-    """Return the gradients in the order of ARRAYS: that of the bias may be its table's."""
-    bias, table, *others = arrays
-    return None if bias is None else dbias, None if table is None else dbias, dsinks, *(None for _ in others[1:])

@@ -6,7 +6,8 @@ the tensors of a problem, its numbers, its structured mask and bias as text, and
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,20 +15,34 @@ from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Size
 
 from . import backend
 from ._modes import FUSED, TILED
+from ._nodes import Tensors
 from ._structures import structure_of, text_of
 
 __all__ = ["attention", "attention_backward"]
 
 KERNELS = {kernel.name: kernel for kernel in (FUSED, TILED)}
-ARRAYS = ("bias", "table", "sinks", "mask", "q_segments", "k_segments", "q_offset", "key_lengths", "seed")
-INTEGERS = ARRAYS[-3:]
-"""Each is a tensor or an integer, so an operator takes it twice."""
 SCHEMA = """
     Tensor? bias, Tensor? table, Tensor? sinks, Tensor? mask, Tensor? q_segments, Tensor? k_segments, Tensor? q_offsets,
     Tensor? lengths, Tensor? seeds, SymInt? q_offset, SymInt? key_lengths, int? seed, bool causal, SymInt? left,
     SymInt? right, float scale, float? softcap, float dropout, str? masking, str? biasing,
     str kernel
 """.strip()
+
+
+class Numbers(NamedTuple):
+    """What else an operator takes: of a problem's integers those that are no tensors, its numbers and structures."""
+
+    q_offset: int | None
+    key_lengths: int | None
+    seed: int | None
+    causal: bool
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    dropout: float
+    masking: str | None
+    biasing: str | None
 
 
 def attention(kernel: str, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
@@ -49,29 +64,38 @@ def attention_backward(
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
     """Return a problem as the operators take it, but for the kernel."""
-    given: dict[str, Any] = {name: getattr(problem, name) for name in ARRAYS}
-    arrays = [x if isinstance(x, torch.Tensor) else None for x in given.values()]
-    q_offset, key_lengths, seed = (None if isinstance(given[name], torch.Tensor) else given[name] for name in INTEGERS)
+    given = (problem.q_offset, problem.key_lengths, problem.seed)
+    q_offset, key_lengths, seed = (None if isinstance(x, torch.Tensor) else x for x in given)
     if seed is not None and seed >= 2**63:
         seed -= 2**64  # the same bits, in what an operator takes for an integer
     left, right = problem.window
-    return (
-        *arrays, q_offset, key_lengths, seed, problem.causal, left, right, problem.scale, problem.softcap,
-        problem.dropout, text_of(problem.mask), text_of(problem.bias),
+    numbers = Numbers(
+        q_offset, key_lengths, seed, problem.causal, left, right, problem.scale, problem.softcap, problem.dropout,
+        text_of(problem.mask), text_of(problem.bias),
     )  # fmt: skip
+    return *Tensors.of(problem), *numbers
 
 
 def problem_of(q: Array, k: Array, v: Array, *given: Any) -> Problem:
     """Return the problem that :func:`arguments` took apart."""
-    bias, table, sinks, mask, q_segments, k_segments, *either = given[: len(ARRAYS) + len(INTEGERS)]
-    causal, left, right, scale, softcap, dropout, masking, biasing = given[len(ARRAYS) + len(INTEGERS) :]
-    q_offset, key_lengths, seed = (x if i is None else i for x, i in zip(either[:3], either[3:], strict=True))
-    structured_mask, structured_bias = structure_of(masking), structure_of(biasing)
+    tensors, numbers = taken_apart(given)
+    mask, bias = structure_of(numbers.masking), structure_of(numbers.biasing)
+    either = {
+        name: getattr(tensors, name) if (number := getattr(numbers, name)) is None else number
+        for name in ("q_offset", "key_lengths", "seed")
+    }
     return Problem(
-        backend, sizes_of(q, k, v), dtype_name(q.dtype), backend.device_of(q), scale, causal, (left, right), softcap,
-        dropout, q_offset, key_lengths, seed, mask if structured_mask is None else structured_mask,
-        bias if structured_bias is None else structured_bias, sinks, q_segments, k_segments, table=table,
+        backend, sizes_of(q, k, v), dtype_name(q.dtype), backend.device_of(q), numbers.scale, numbers.causal,
+        (numbers.left, numbers.right), numbers.softcap, numbers.dropout, **either,
+        mask=tensors.mask if mask is None else mask, bias=tensors.bias if bias is None else bias, sinks=tensors.sinks,
+        q_segments=tensors.q_segments, k_segments=tensors.k_segments, table=tensors.table,
     )  # fmt: skip
+
+
+def taken_apart(given: Sequence[Any]) -> tuple[Tensors, Numbers]:
+    """Return the arguments of an operator by name."""
+    count = len(Tensors._fields)
+    return Tensors(*given[:count]), Numbers(*given[count:])
 
 
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
@@ -119,15 +143,17 @@ def _forward_outline(q: Array, k: Array, v: Array, *given: Any) -> Any:
 def _backward_outline(
     dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any
 ) -> Any:
-    bias, table, sinks = given[:3]
-    like = (q, k, v, bias if table is None else table, sinks)
+    *arguments, _ = given
+    tensors, _ = taken_apart(arguments)
+    like = (q, k, v, tensors.bias if tensors.table is None else tensors.table, tensors.sinks)
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *inputs[: 3 + len(ARRAYS)])
-    ctx.numbers = inputs[3 + len(ARRAYS) :]
+    q, k, v, *arguments, ctx.kernel = inputs
+    tensors, ctx.numbers = taken_apart(arguments)
+    ctx.save_for_backward(*output, q, k, v, *tensors)
 
 
 def _pull(ctx: Any, dout: Any, dlargest: Any, dlog_total: Any) -> Any:
@@ -135,9 +161,10 @@ def _pull(ctx: Any, dout: Any, dlargest: Any, dlog_total: Any) -> Any:
     out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
     dout, dlse = torch.zeros_like(out) if dout is None else dout, dlargest if dlog_total is None else dlog_total
     run = torch.ops.polyattn.attention_backward
-    *grads, dbias, dsinks = run(dout, dlse, out, largest, log_total, q, k, v, *arrays, *ctx.numbers)
-    floating = (None if x is None else dx for x, dx in zip(arrays[:3], (dbias, dbias, dsinks), strict=True))
-    return *grads, *floating, *(None for _ in (*arrays[3:], *ctx.numbers))
+    *grads, dbias, dsinks = run(dout, dlse, out, largest, log_total, q, k, v, *arrays, *ctx.numbers, ctx.kernel)
+    tensors = Tensors(*arrays)
+    of_tensors = tensors.gradients(dbias, None if tensors.sinks is None else dsinks)
+    return *grads, *of_tensors, *(None for _ in (*ctx.numbers, ctx.kernel))
 
 
 _forward.register_autograd(_pull, setup_context=_setup)
