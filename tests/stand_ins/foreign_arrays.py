@@ -76,11 +76,11 @@ _FUNCTIONS = """
     abs add all any arange argmax asarray astype bitwise_and bitwise_left_shift bitwise_or
     bitwise_right_shift bitwise_xor broadcast_arrays broadcast_to ceil clip concat copysign cos
     cumulative_sum divide equal exp expand_dims expm1 flip floor floor_divide full full_like greater
-    greater_equal isfinite isinf isnan less less_equal log log1p logical_and logical_not logical_or
+    greater_equal isfinite isinf isnan less less_equal log log10 log1p log2 logical_and logical_not logical_or
     matmul matrix_transpose max maximum mean min minimum moveaxis multiply negative not_equal ones
     ones_like permute_dims pow prod remainder repeat reshape round sign sin sqrt square squeeze
     stack subtract sum take tanh tril triu vecdot where zeros zeros_like from_dlpack result_type
-    isdtype empty
+    isdtype empty finfo iinfo
 """
 for _name in _FUNCTIONS.split():
     globals()[_name] = _wrapped(getattr(np, _name))
