@@ -10,7 +10,6 @@ there are, and who lacks one, stands in ``polyattn.backend.FEATURES`` and in the
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,8 @@ settings.register_profile("thorough", settings.get_profile("explore"), max_examp
 
 HERE = Path(__file__).parent
 ONCE = ("cli", "examples", "interop", "plugins", "unit")
-PROGRAMS, LIBRARY = HERE / "programs", (HERE / "stand_ins" / "library.py").read_text()
+PROGRAMS = HERE / "programs"
+LIBRARY, BACKEND = ((HERE / "stand_ins" / f"{name}.py").read_text() for name in ("library", "backend"))
 
 
 def run_python(*arguments, folder="", timeout=240, **variables):
@@ -53,20 +53,6 @@ def program():
     return lambda name, *arguments, **variables: run_python(PROGRAMS / f"{name}.py", *arguments, **variables)
 
 
-# A backend without a library.
-BACKEND = """
-    from polyattn.backend import Backend, Status
-
-    class Fake(Backend):
-        name = {called!r}
-        array_modules = ()
-        def status(self): {status}
-        def devices(self): {devices}
-
-    backend = Fake()
-"""
-
-
 class Site:
     """A folder of distributions with plugins, each of one module and entry points, found as installed ones are."""
 
@@ -78,7 +64,7 @@ class Site:
         module = name.replace("-", "_")
         distribution = distribution or f"{name}-plugin"
         if source is not None:
-            (self.folder / f"{module}.py").write_text(textwrap.dedent(source))
+            (self.folder / f"{module}.py").write_text(source)
         info = self.folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
@@ -86,20 +72,20 @@ class Site:
         (info / "entry_points.txt").write_text(entries)
 
     def add_backend(
-        self, name: str, *, called: str = "", status: str = "return Status('ready')", devices: str = "return ('cpu',)",
-        before: str = "", after: str = "", distribution: str = "",
-    ) -> None:  # fmt: skip
-        """Add a distribution with a backend that has no library; its methods and further lines may be given."""
-        body = textwrap.dedent(BACKEND).format(called=called or name, status=status, devices=devices)
-        self.add(name, "\n".join((before, body, after)), distribution=distribution)
+        self, name: str, *, called: str = "", before: str = "", after: str = "", distribution: str = "", **methods: str
+    ) -> None:
+        """Add a distribution with a backend that has no library; bodies of methods and further lines may be given."""
+        changed = [f"def {key}(self, *given): {body}\nFake.{key} = {key}" for key, body in methods.items()]
+        lines = (before, BACKEND, f"Fake.name = {called or name!r}", *changed, after)
+        self.add(name, "\n".join(lines), distribution=distribution)
 
-    def run(self, code: str, **variables: str) -> str:
-        """Run code in a fresh interpreter that has these distributions, and return what it prints."""
-        return run_python("-c", textwrap.dedent(code), folder=self.folder, **variables)
+    def run(self, code: str) -> str:
+        """Run a line of code in a fresh interpreter that has these distributions, and return what it prints."""
+        return run_python("-c", code, folder=self.folder)
 
-    def program(self, name: str, *arguments: str) -> str:
+    def program(self, name: str, *arguments: str, **variables: str) -> str:
         """Run ``tests/programs/NAME.py`` likewise."""
-        return run_python(PROGRAMS / f"{name}.py", *arguments, folder=self.folder)
+        return run_python(PROGRAMS / f"{name}.py", *arguments, folder=self.folder, **variables)
 
 
 @pytest.fixture

@@ -11,33 +11,19 @@ import pytest
 import polyattn as pa
 from polyattn.testing import KIT_VERSION, run_check
 
-FOREIGN = Path(__file__).parents[1] / "stand_ins"
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
 CHECKS = ("-k", "contract and (identity or registry_finds or listed)")
-
-# It claims the arrays of another plugin's library, so polyattn finds that one as their owner.
-CROOKED = """
-from polyattn_strict import StrictBackend
-
-class Crooked(StrictBackend):
-    name = "crooked"
-    expected_failures = {expected}
-
-backend = Crooked()
-"""
 
 
 @pytest.fixture
-def crooked(tmp_path, monkeypatch):
+def crooked(site, monkeypatch):
     """Return a function that installs the crooked plugin, with what it declares, for the processes started here."""
     pytest.importorskip("array_api_strict", reason="the crooked plugin is made from array-api-strict's")
 
     def install(expected):
-        (tmp_path / "polyattn_crooked.py").write_text(CROOKED.replace("{expected}", repr(expected)))
-        info = tmp_path / "polyattn_crooked-1.0.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: polyattn-crooked\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[polyattn.backends]\ncrooked = polyattn_crooked:backend\n")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("CROOKED", json.dumps(expected))
+        site.add("crooked", (STAND_INS / "crooked.py").read_text())
+        monkeypatch.setenv("PYTHONPATH", str(site.folder), prepend=os.pathsep)
 
     return install
 
@@ -134,8 +120,8 @@ def test_the_environment_selects_nothing():
 
 def test_a_library_without_a_plugin(monkeypatch):
     """The generic path, by the standard alone, on arrays of a type that no plugin claims."""
-    monkeypatch.setenv("PYTHONPATH", str(FOREIGN))
-    monkeypatch.syspath_prepend(str(FOREIGN))
+    monkeypatch.setenv("PYTHONPATH", str(STAND_INS), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(STAND_INS))
     report = run_check("foreign_arrays", namespace=True)
     assert report.namespace
     assert report.library_version == "0.1"

@@ -64,18 +64,8 @@ def test_a_device_of_a_plugin(site):
         assert str(pa.functional.relu_forward(X)[1].place) == "mylib on west"
 
 
-LIBRARY_OF_ALL = """
-from polyattn.backend import Backend, Status
-class Fake(Backend):
-    name = "rude"
-    array_modules = ("numpy",)
-    def owns(self, x): CLAIM
-backend = Fake()
-"""
-
-
 def test_owns_that_raises_disturbs_nobody(site):
-    site.add("rude", LIBRARY_OF_ALL.replace("CLAIM", "raise RuntimeError('owns')"))
+    site.add_backend("rude", owns="raise RuntimeError", after="Fake.array_modules = ('numpy',)")
     registry.refresh()
     registry.load("rude")
 
@@ -87,7 +77,7 @@ def test_owns_that_raises_disturbs_nobody(site):
 
 def test_numpy_stays_numpys(site):
     """A plugin that claims every array does not get NumPy's."""
-    site.add("rude", LIBRARY_OF_ALL.replace("CLAIM", "return True"))
+    site.add_backend("rude", owns="return True", after="Fake.array_modules = ('numpy',)")
     registry.refresh()
     registry.load("rude")
     assert registry.owner(X).name == "numpy"

@@ -80,7 +80,7 @@ _FUNCTIONS = """
     matmul matrix_transpose max maximum mean min minimum moveaxis multiply negative not_equal ones
     ones_like permute_dims pow prod remainder repeat reshape round sign sin sqrt square squeeze
     stack subtract sum take tanh tril triu vecdot where zeros zeros_like from_dlpack result_type
-    isdtype empty
+    isdtype empty finfo iinfo
 """
 for _name in _FUNCTIONS.split():
     globals()[_name] = _wrapped(getattr(np, _name))

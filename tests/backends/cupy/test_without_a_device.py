@@ -37,10 +37,5 @@ def test_the_others_are_listed_and_usable(site):
 
 def test_the_variable_that_names_it(site):
     (site.folder / "cupy.py").write_text(STATES["no device"][0])
-    code = """
-        import numpy as np, polyattn as pa
-        try: pa.functional.softmax(np.ones(3))
-        except pa.BackendUnavailableError as error: print(error)
-    """
-    said = site.run(code, POLYATTN_BACKEND="cupy")
+    said = site.program("variable_refused", POLYATTN_BACKEND="cupy")
     assert said.startswith("POLYATTN_BACKEND=cupy: backend 'cupy' is unavailable: no CUDA device")
