@@ -92,4 +92,3 @@ for _name in _DTYPES.split():
     globals()[_name] = np.dtype(_name)
 
 inf, nan, pi, newaxis = np.inf, np.nan, np.pi, None
-finfo, iinfo = np.finfo, np.iinfo

@@ -80,10 +80,12 @@ def test_rows_may_come_in_pieces(contract: Any, xp: Any, make: Any, to_np: Any) 
 
 def test_has_the_functions_of_the_standard(xp: Any) -> None:
     needed = (
-        "abs add arange argmax asarray astype broadcast_to concat cos cumulative_sum divide equal exp expand_dims "
-        "full full_like greater isfinite isnan less log logical_and logical_not logical_or matmul matrix_transpose max "
-        "maximum mean minimum multiply negative ones permute_dims pow reshape sign sin sqrt square squeeze stack "
-        "subtract sum take tanh where zeros zeros_like"
+        "abs add all any arange argmax asarray astype bitwise_and bitwise_left_shift bitwise_or "
+        "bitwise_right_shift bitwise_xor broadcast_arrays broadcast_to ceil clip concat cos cumulative_sum divide "
+        "equal exp expm1 finfo flip floor floor_divide from_dlpack full full_like greater greater_equal isfinite "
+        "isnan less less_equal log log2 logical_and logical_not logical_or matmul matrix_transpose max maximum "
+        "min minimum multiply negative not_equal ones_like permute_dims prod remainder repeat reshape round sin "
+        "sqrt square squeeze stack subtract sum take tanh where zeros zeros_like"
     )
     assert [name for name in needed.split() if not hasattr(xp, name)] == []
 
