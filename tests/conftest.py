@@ -53,6 +53,19 @@ def program():
     return lambda name, *arguments, **variables: run_python(PROGRAMS / f"{name}.py", *arguments, **variables)
 
 
+@pytest.fixture
+def tiles(monkeypatch):
+    """Return ``tiles(n_q, n_k)``, which limits the queries and keys of the generic kernel's tiles."""
+
+    def limit(n_q, n_k):
+        def lengths(sizes):
+            return min(sizes.n_q, n_q), min(sizes.n_k, n_k)
+
+        monkeypatch.setattr("polyattn.kernels._tiled.tile_lengths", lengths)
+
+    return limit
+
+
 class Site:
     """A folder of distributions with plugins, each of one module and entry points, found as installed ones are."""
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import polyattn as pa
-from polyattn.kernels import _tiled
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES, AttentionCase
@@ -14,9 +13,9 @@ from polyattn.testing.conformance.test_second_order import EVERYTHING, Moving, c
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(tiles):
     """Make tiles of at most 2 queries and 4 keys: 5 × 7 scores are six tiles of four shapes."""
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 2), min(sizes.n_k, 4)))
+    tiles(2, 4)
 
 
 # All tiles of one shape, which a library that compiles takes in one loop.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import polyattn as pa
-from polyattn.kernels import StructuredBias, StructuredMask, _tiled, candidates
+from polyattn.kernels import StructuredBias, StructuredMask, candidates
 from polyattn.kernels._tiled import loops
 from polyattn.testing import assert_close
 from polyattn.testing.conformance.test_structure import CASES, HEADS, TABLE, compare, problem_of, published_bucket
@@ -24,9 +24,9 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    """Make tiles whose ends do not coincide with those of blocks, prefix and problem."""
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 4), min(sizes.n_k, 8)))
+def tiny(monkeypatch, tiles):
+    """Make tiles that end within blocks, prefix and problem."""
+    tiles(4, 8)
     for constant, value in (("ROWS", 5), ("COLUMNS", 8), ("SCORES", 40)):
         monkeypatch.setattr(_layout, constant, value)
 
@@ -42,40 +42,40 @@ def test_every_case_and_kernel(name, tiny, backend, contract, make, to_np):
     assert ("blocked" in ran) == (backend == "numpy" and name.startswith("alibi"))
 
 
-def visited(monkeypatch, n, tile=(4, 4), **arguments):
+def visited(tiles, n, tile=(4, 4), **arguments):
     """Return the first query and key of each tile that is computed, and those of the tiles without a mask."""
     from polyattn.functional._arguments import checked_call, make_problem
 
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: tile)
+    tiles(*tile)
     x = np.ones((1, n, 4))
     arrays, options = checked_call(x, x, x, **arguments)
     given = {name: x for name, x in (arrays | options).items() if name not in ("q", "k", "v", "kernel")}
     problem = make_problem(pa.registry.ready("numpy"), x, "cpu", **given)
-    tiles = [(tuple(tile), loop.whole) for loop in loops(problem) for tile in loop.tiles]
-    return {tile for tile, _ in tiles}, {tile for tile, whole in tiles if whole}
+    every = [(tuple(tile), loop.whole) for loop in loops(problem) for tile in loop.tiles]
+    return {tile for tile, _ in every}, {tile for tile, whole in every if whole}
 
 
-def test_tiles_without_an_allowed_block_are_skipped(monkeypatch):
+def test_tiles_without_an_allowed_block_are_skipped(tiles):
     blocks = np.zeros((4, 4), dtype=bool)
     blocks[0, 0] = blocks[1, 2] = blocks[3, 3] = True
-    assert visited(monkeypatch, 16, mask=pa.block_mask(blocks, 4)) == ({(0, 0), (4, 8), (12, 12)},) * 2
-    some, whole = visited(monkeypatch, 32, mask=pa.block_mask(blocks, 8), causal=True)
+    assert visited(tiles, 16, mask=pa.block_mask(blocks, 4)) == ({(0, 0), (4, 8), (12, 12)},) * 2
+    some, whole = visited(tiles, 32, mask=pa.block_mask(blocks, 8), causal=True)
     assert some == {(0, 0), (4, 0), (4, 4), (24, 24), (28, 24), (28, 28)}
     assert whole == {(4, 0), (28, 24)}
-    half = visited(monkeypatch, 16, mask=pa.block_mask(np.kron(blocks, np.eye(2, dtype=bool)), 2))
+    half = visited(tiles, 16, mask=pa.block_mask(np.kron(blocks, np.eye(2, dtype=bool)), 2))
     assert half == ({(0, 0), (4, 8), (12, 12)}, set())
 
 
-def test_tiles_after_prefix_and_query_are_skipped(monkeypatch):
-    some, whole = visited(monkeypatch, 16, mask=pa.prefix_mask(4))
-    causal, _ = visited(monkeypatch, 16, causal=True)
+def test_tiles_after_prefix_and_query_are_skipped(tiles):
+    some, whole = visited(tiles, 16, mask=pa.prefix_mask(4))
+    causal, _ = visited(tiles, 16, causal=True)
     assert some == causal
     assert whole == {(i, j) for i, j in causal if j == 0 or j < i}
-    some, whole = visited(monkeypatch, 16, mask=pa.prefix_mask(16))
+    some, whole = visited(tiles, 16, mask=pa.prefix_mask(16))
     assert some == whole
     assert len(whole) == 16
     diagonal = pa.block_mask(np.eye(4, dtype=bool), 4)
-    some, whole = visited(monkeypatch, 16, mask=pa.prefix_mask(9) & diagonal)
+    some, whole = visited(tiles, 16, mask=pa.prefix_mask(9) & diagonal)
     assert some == {(0, 0), (4, 4), (8, 8), (12, 12)}
     assert whole == {(0, 0), (4, 4)}
 
@@ -102,8 +102,8 @@ class Seen:
         return watch
 
 
-def test_no_more_than_a_tile_is_ever_computed(kind, monkeypatch, make):
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (8, 16))
+def test_no_more_than_a_tile_is_ever_computed(kind, monkeypatch, tiles, make):
+    tiles(8, 16)
     x = make(np.ones((HEADS, 32, 4)))
     arguments = {
         "alibi": lambda: {"bias": pa.alibi_bias(HEADS)},

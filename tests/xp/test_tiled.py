@@ -14,9 +14,9 @@ from polyattn.testing.plugin import TARGET
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(tiles):
     """Make tiles of at most 2 queries and 4 keys: 5 × 7 scores are six tiles of four shapes."""
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 2), min(sizes.n_k, 4)))
+    tiles(2, 4)
 
 
 def pytest_generate_tests(metafunc):
@@ -124,8 +124,8 @@ def test_a_tile_of_scores_that_are_minus_infinity(tiny, make, to_np):
     ],
     ids=str,
 )
-def test_tiles_that_are_excluded_are_not_visited(monkeypatch, make, arguments, visited):
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (4, 4))
+def test_tiles_that_are_excluded_are_not_visited(monkeypatch, tiles, make, arguments, visited):
+    tiles(4, 4)
     seen = []
     inner = _tiled.sums
 
@@ -137,15 +137,15 @@ def test_tiles_that_are_excluded_are_not_visited(monkeypatch, make, arguments, v
     host = np.ones((1, 16, 4))
     x = make(host)
     pa.attention(x, x, x, kernel="tiled", **arguments)
-    tiles = [tile for loop in loops(_problem(host, host, **arguments)) for tile in loop.tiles]
-    assert len(tiles) == len(set(tiles)) == visited
+    every = [tile for loop in loops(_problem(host, host, **arguments)) for tile in loop.tiles]
+    assert len(every) == len(set(every)) == visited
     # A library that loops over compiled code traces each loop once.
     assert len(seen) in (visited, len(list(loops(_problem(host, host, **arguments)))))
     assert set(seen) <= {(4, 4)}
 
 
-def test_whole_tiles_are_computed_without_a_mask(monkeypatch):
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (4, 4))
+def test_whole_tiles_are_computed_without_a_mask(tiles):
+    tiles(4, 4)
     x = np.ones((1, 12, 4))
     by_kind = {loop.whole: set(loop.tiles) for loop in loops(_problem(x, x, causal=True))}
     assert by_kind == {True: {Tile(4, 0), Tile(8, 0), Tile(8, 4)}, False: {Tile(0, 0), Tile(4, 4), Tile(8, 8)}}

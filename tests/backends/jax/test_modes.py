@@ -1,4 +1,4 @@
-"""JAX: 32-bit mode, traced arrays, and sixteen threads that need it first, each in a process of its own."""
+"""JAX: 32-bit mode, and traced arrays."""
 
 import jax
 import numpy as np
@@ -12,11 +12,6 @@ from polyattn import functional as F
 def test_thirty_two_bits(name, program):
     """float64 is a DTypeError that says how to enable it; integers that fit are narrowed, which is a transfer."""
     program(name, PYTHONWARNINGS="error", JAX_PLATFORMS="cpu")
-
-
-def test_the_first_use_by_sixteen_threads(program):
-    """JAX is imported, and the caches are registered with it, once: a second registration would raise."""
-    program("first_met", "jax", PYTHONWARNINGS="error", JAX_PLATFORMS="cpu")
 
 
 def test_traced_arguments_stay():

@@ -73,14 +73,6 @@ def test_attention_in_one_graph(call: str) -> None:
     compare(function, (*inputs(), *named.values()))
 
 
-def test_a_mask_and_a_bias_with_structure() -> None:
-    """The operator of attention takes them as text."""
-    q, k, v = (x.detach() for x in inputs())
-    arguments = {"mask": pa.prefix_mask(2), "bias": pa.alibi_bias(4), "causal": True, "window": (2, None)}
-    compiled = torch.compile(lambda *given: pa.attention(*given, **arguments), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), pa.attention(q, k, v, **arguments))
-
-
 def operations(x: Any, weight: Any) -> Any:
     x = F.layer_norm(F.linear(x, weight), weight[0], weight[1])
     x = F.rms_norm(F.gelu(x) + F.softmax(x), weight[2])

@@ -10,7 +10,6 @@ import torch
 
 import polyattn as pa
 from polyattn import functional as F
-from polyattn.kernels import _tiled
 
 # torch's forward mode uses it itself:
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -66,7 +65,7 @@ def test_a_third_derivative(call: Any) -> None:
     assert torch.autograd.gradcheck(hessian_product, leaves(arrays), fast_mode=True)
 
 
-def test_in_tiles(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_tiles(call: Any, tiles: Any) -> None:
     """A second derivative, in many tiles and in one."""
     function, arrays = call
 
@@ -75,7 +74,7 @@ def test_in_tiles(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.autograd.grad(sum(x.square().sum() for x in grads), given)
 
     want = second(leaves(arrays))
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (2, 4))
+    tiles(2, 4)
     torch.testing.assert_close(second(leaves(arrays)), want)
 
 
