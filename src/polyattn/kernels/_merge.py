@@ -56,7 +56,7 @@ def merge_sums(xp: Any, a: Sums, b: Sums, units: Units | None = None) -> Sums:
 
     def rebased(part: Sums) -> tuple[Array, Array]:
         scale = xp.exp(multiplied(part.largest - base, units))
-        # A part whose scores are all −inf has NaN sums; next to finite scores its weight is 0.
+        # A part with only −inf scores has NaN sums; its weight is 0 if another score is finite.
         counts = xp.logical_or(none, xp.not_equal(part.largest, -math.inf))
         out, total = (xp.where(counts, x * scale, xp.zeros_like(x)) for x in (part.out, part.total))
         return out, total

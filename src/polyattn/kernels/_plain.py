@@ -279,7 +279,7 @@ def dropped(weights: Array, problem: Problem) -> Array:
 
 
 def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
-    """Return the gradient of the bias from that of the scores, summed over broadcast axes; for a table, its gradient."""
+    """Return the gradient of the bias, or of its table, from the gradient of the scores; sum over broadcast axes."""
     bias = problem.bias
     if isinstance(bias, StructuredBias):
         return bias.gradient(dscores, problem)

@@ -53,7 +53,7 @@ class StructuredMask:
         raise NotImplementedError
 
     def reach(self, problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
-        """Return whether it may allow any pair of a tile, and whether it allows all; i_last and j_last are in the tile."""
+        """Return whether it may allow any pair of a tile, and whether it allows all; i_last, j_last are in the tile."""
         raise NotImplementedError
 
     def tile_lengths(self, n_q: int, n_k: int) -> tuple[int, int]:
