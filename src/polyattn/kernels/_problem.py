@@ -117,7 +117,7 @@ class Problem(Record):
 
     @property
     def bias_array(self) -> Array | None:
-        """The array that has the gradient of the bias: the bias itself, or the table of a structured bias."""
+        """The array that receives the gradient of the bias: the bias, or the table of a structured bias."""
         return self.table if isinstance(self.bias, StructuredBias) else self.bias
 
     @property

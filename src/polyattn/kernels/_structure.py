@@ -84,7 +84,7 @@ class BothMasks(StructuredMask):
         return problem.xp.logical_and(self.one.pairs(problem), self.other.pairs(problem))
 
     def reach(self, problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
-        """Combine the answers of both masks. True in the first is not certain: their pairs may be disjoint."""
+        """Combine the answers of both masks; the first may be True although their pairs are disjoint."""
         (some, all_), (some_other, all_other) = (x.reach(problem, i, i_last, j, j_last) for x in (self.one, self.other))
         return some and some_other, all_ and all_other
 

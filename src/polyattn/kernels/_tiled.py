@@ -245,7 +245,8 @@ def _spans(n: int, step: int) -> list[tuple[int, Sequence[int]]]:
 def _reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
     """Return whether a tile may have an allowed pair, and whether all its pairs are allowed, from static values.
 
-    If causality, window or lengths depend on an array, the answers are True and False.
+    If causality, window or lengths depend on an array, the first may be True without an allowed pair, and the second
+    is False.
     """
     some, everything = _reach_of_positions(problem, i, i_last, j, j_last)
     if not (some and isinstance(problem.mask, StructuredMask)):

@@ -80,13 +80,13 @@ def row_units(q: Array, k: Array, problem: Problem) -> Units:
 
 
 def value_unit(v: Array, problem: Problem) -> Units:
-    """Return a power of two; v divided by it has no sum over the keys that overflows. 1 where it is not needed."""
+    """Return a power of two: no sum over the keys of v divided by it overflows. 1 if v needs no division."""
     bound = log2_magnitude(problem.xp, v, None) + math.log2(max(problem.sizes.n_k, 1))
     return units_beyond(bound - (exponents(bound) - 2), problem)
 
 
 def gradient_unit(dout: Array, v: Array, problem: Problem) -> Units:
-    """Return a power of two; the products of the values with dout divided by it do not overflow."""
+    """Return a power of two: no product of the values with dout divided by it overflows."""
     bound = log2_magnitude(problem.xp, dout, None) + log2_magnitude(problem.xp, v, None)
     bound = bound + math.log2(max(problem.sizes.d_v, 1))
     return units_beyond(bound - (exponents(bound) - 8), problem)
