@@ -1,4 +1,4 @@
-"""The backend contract: what a plugin implements, and all that it may import.
+"""The backend contract: the class that a plugin implements, and all names that it may import.
 
 A plugin is a package with an entry point in the group ``polyattn.backends``
 that resolves to an instance of a subclass of :class:`Backend`::
@@ -6,13 +6,13 @@ that resolves to an instance of a subclass of :class:`Backend`::
     [project.entry-points."polyattn.backends"]
     mylib = "polyattn_mylib:backend"
 
-Importing the plugin must not import the array library: polyattn loads plugins
-to ask them whether they own an array, also where their library is not used.
-What a subclass must say is the first half of the class; the hooks of the second
-half each have a fallback that uses only the array API standard.
+The import of a plugin must not import the array library: polyattn loads all
+plugins to find the owner of an array, also those with unused libraries. A
+subclass must implement the methods in the first half of the class; each hook in
+the second half has a fallback that uses only the array API standard.
 
-A backend holds no state of its own beyond what its library caches: polyattn
-calls it from many threads at once.
+A backend has no state except the caches of its library, because polyattn calls
+it from several threads at one time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where something is computed, and what a forward pass leaves there for its backward."""
+"""The place of a computation, and the cache that a forward returns for its backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Cache", "Place"]
 
 
 class Place(NamedTuple):
-    """A library and a device of it. ``device`` is None where a trace hides it: it is then whatever the library uses."""
+    """A library and one of its devices. ``device`` is None if a trace hides it; the library then chooses it."""
 
     backend: Backend
     device: str | None
@@ -26,11 +26,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cache(Record):
-    """What a forward pass leaves for its backward: arrays and static values, nothing else.
+    """What a forward returns for its backward: only arrays and static values.
 
-    ``place`` is the backend and device that computed it, ``kernel`` the name of the attention kernel; its backward
-    runs there, whatever is selected by then. ``home`` is where the inputs came from and where their gradients go.
-    Inputs and results are referred to, not copied: changing either before the backward is undefined.
+    ``place`` is the backend and device that computed the forward; the backward runs there, regardless of a later
+    selection. ``kernel`` is the name of the attention kernel. ``home`` is the place of the inputs, to which their
+    gradients are returned. Inputs and results are not copied: if one is modified before the backward, its result is
+    undefined.
     """
 
     op: str
@@ -43,13 +44,13 @@ class Cache(Record):
     """Shape and dtype of the result, which an upstream gradient must have."""
     kernel: str | None = None
     row_statistics: RowStatistics | None = field(default=None, repr=False)
-    """Of attention: what the softmax of each row was divided by, in the inputs' library."""
+    """For attention: the statistics of each row of scores, in the inputs' library."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("saved", "row_statistics")
 
     @property
     def lse(self) -> Array:
-        """Of attention: the log-sum-exp of each row of scores, in the inputs' library."""
+        """For attention: the log-sum-exp of each row of scores, in the inputs' library."""
         return None if self.row_statistics is None else self.row_statistics.lse
 
     def __repr__(self) -> str:

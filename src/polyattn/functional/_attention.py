@@ -1,4 +1,4 @@
-"""Attention: the public function, its forward and its backward. The formulas are the kernels' (``kernels/``)."""
+"""Attention: the public function, its forward and its backward. The formulas are in ``kernels/``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("polyattn")
 
 @dataclass(frozen=True, eq=False)
 class Saved(Record):
-    """What the backward needs, in the shapes of the call."""
+    """The arrays and static values that the backward needs, in the shapes of the call."""
 
     q: Array
     k: Array
@@ -48,11 +48,11 @@ class Saved(Record):
 
     @property
     def kernel_name(self) -> str:
-        """The kernel that computed it."""
+        """The name of the kernel that computed the forward."""
         return self.kernel.name
 
     def with_heads(self) -> Saved:
-        """Return it in the shapes that kernels know, with a head axis."""
+        """Return the record in the shapes of kernels, with a head axis."""
         if self.out.ndim > 2 and self.q.ndim == self.k.ndim == self.v.ndim == self.out.ndim:
             return self
         q, k, v, out = (with_head(x) for x in (self.q, self.k, self.v, self.out))
@@ -104,65 +104,65 @@ def attention(
     scale: float | None = None, softcap: float | None = None, sinks: Array | None = None, dropout: float = 0.0,
     seed: int | Array | None = None, backend: str | None = None, kernel: str | None = None,
 ) -> Array:  # fmt: skip
-    r"""Let every query take a weighted mean of the values, weighted by its match with the keys.
+    r"""Return, for each query, the mean of the values weighted by the softmax of its scores with the keys.
 
     .. math:: o = \mathrm{softmax}\bigl(\mathrm{softcap}(q k^\top \cdot \mathrm{scale}) + \mathrm{bias}\bigr)\, v
 
     Parameters
     ----------
     q : array (…, H, n_q, d_k)
-        Queries. Leading axes broadcast; two axes are one head. One floating dtype for q, k and v.
+        Queries. Leading axes broadcast; an array of two axes is one head. q, k and v have the same floating dtype.
     k : array (…, H_kv, n_k, d_k)
-        Keys; query head h reads key and value head h // (H / H_kv).
+        Keys. Query head h uses key and value head h // (H / H_kv).
     v : array (…, H_kv, n_k, d_v)
         Values.
     mask : boolean array, optional
-        True = may attend; broadcasts to (…, H, n_q, n_k). Or one with structure, of which no n_q × n_k numbers are
-        made: :func:`polyattn.block_mask`, :func:`polyattn.prefix_mask`.
+        True = may attend; broadcasts to (…, H, n_q, n_k). Or a structured mask, for which no n_q × n_k array is
+        stored: :func:`polyattn.block_mask`, :func:`polyattn.prefix_mask`.
     bias : floating array, optional
-        Added to the scaled and softcapped scores; broadcasts to (…, H, n_q, n_k). −inf excludes. Or one with
-        structure: :func:`polyattn.alibi_bias`, :func:`polyattn.relative_position_bias`.
+        Added to the scaled and softcapped scores; broadcasts to (…, H, n_q, n_k). −inf excludes. Or a
+        structured bias: :func:`polyattn.alibi_bias`, :func:`polyattn.relative_position_bias`.
     causal : bool
-        Query i stands at position ``q_offset + i`` and sees keys at positions up to its own.
+        Query i has position ``q_offset + i`` and sees the keys at positions up to its own.
     q_offset : int or integers, optional
-        Position of the first query among the keys, for each batch entry if an array; the default
-        n_k − n_q makes the queries the last positions. 0 aligns upper left. May be negative.
+        Position of the first query among the keys; an array has one for each batch entry. With the default
+        n_k − n_q the queries are the last positions; with 0 the first. May be negative.
     window : (left, right), optional
         How far before and after its own position a query sees, inclusive; None is unbounded.
     key_lengths : int or integers, optional
         Keys at and past the length are excluded.
     segment_ids : (integers (…, n_q), integers (…, n_k)), optional
-        Packed sequences: a query attends only to keys of its own id.
+        Packed sequences: a query attends only to keys with the same id.
     scale : float, optional
         Default 1/√d_k.
     softcap : float, optional
-        c · tanh(score / c) in place of the scaled score.
+        Replaces the scaled score by c · tanh(score / c).
     sinks : floating array (H,), optional
-        One more logit a head, which takes weight and gives no value.
+        One more score for each head, which takes weight and has no value.
     dropout : float
-        Probability with which a weight is dropped; the others are divided by 1 − dropout.
+        Probability that a weight is dropped; the others are divided by 1 − dropout.
     seed : int or 0-d integer array, optional
-        Which weights are dropped is a pure function of the seed and the position, on every library.
+        Seed of the dropout mask, which is a pure function of the seed and the position, the same on every library.
     backend : str, optional
-        Where to compute; the strongest selection.
+        Where to compute. Takes precedence over every other selection.
     kernel : str, optional
         Force a kernel by name.
 
     Returns
     -------
     array (…, H, n_q, d_v)
-        In the inputs' dtype, library and device. Scores, softmax and sums are in float32 at least.
-        A query that may attend to nothing gives zeros. What stands at an excluded key, NaN included,
-        does not reach the result.
+        In the inputs' dtype, library and device. Scores, softmax and sums are computed in at least float32.
+        The result of a query that may attend to nothing is zero. The values of an excluded key, NaN included,
+        do not affect the result.
 
     Raises
     ------
     ShapeError, DTypeError, ArgumentError
-        If shapes, dtypes or values do not fit; a mask that is not boolean among them.
+        If shapes, dtypes or values do not fit, or if the mask is not boolean.
     BackendMismatchError
-        If the arrays are not of one library and device, or may not go where the selection sends them.
+        If the arrays are not of one library and device, or may not be moved to the selected place.
     UnknownBackendError, BackendUnavailableError, KernelUnsupportedError
-        If the backend or kernel that was asked for is unknown or cannot be used.
+        If the requested backend or kernel is unknown or cannot be used.
 
     Notes
     -----
@@ -194,7 +194,7 @@ def attention_forward(
 
     ``cache.lse`` (…, H, n_q) is the natural logarithm of each row's Σ exp(score), the sink included,
     in float32 or float64; −inf for a row that may attend to nothing. ``cache.row_statistics`` is the same without
-    loss of digits, as the two numbers whose sum it is: the largest score, and log Σ exp(score − largest).
+    loss of digits, as two numbers: the largest score, and log Σ exp(score − largest). Their sum is ``cache.lse``.
     """
     arguments = checked_call(
         q, k, v, mask=mask, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
@@ -214,11 +214,11 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
     Parameters
     ----------
     dout : array (…, H, n_q, d_v)
-        Gradient of the result, in its dtype and of the inputs' library.
+        Gradient of the result, in the dtype of the result and the library of the inputs.
     cache : Cache
         From :func:`attention_forward`.
     dlse : array (…, H, n_q), optional
-        Gradient of ``cache.lse``, where that is used as a second result.
+        Gradient of ``cache.lse``, if it is used as a second result.
 
     Notes
     -----
@@ -233,7 +233,7 @@ def attention_backward(dout: Array, cache: Cache, dlse: Array | None = None) -> 
 
 
 def row_statistics_of(saved: Saved) -> RowStatistics:
-    """Return the row statistics of a forward, with all their digits whatever kernel it was."""
+    """Return the row statistics of a forward, without loss of digits for any kernel."""
     if saved.problem.sizes.empty:
         return saved.statistics
     x, shape = saved.with_heads(), saved.statistics.largest.shape
@@ -242,13 +242,13 @@ def row_statistics_of(saved: Saved) -> RowStatistics:
 
 def kernel_for(problem: Problem, name: str | None) -> Kernel:
     """Return the kernel that computes a problem."""
-    # Features of length zero are legal, but no fast kernel need know them.
+    # Feature axes of length 0 are valid, but only the generic kernel must support them.
     odd = name is None and 0 in (problem.sizes.d_k, problem.sizes.d_v)
     return GENERIC if odd else choose(problem.backend.kernels, problem, name)
 
 
 def empty_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-    """Answer a problem without scores: zeros, and the statistics of an empty sum or of the sink alone."""
+    """Return the result of a problem without scores: zeros, and the statistics of an empty sum or of the sink alone."""
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     dtype, device = wide(xp, q.dtype), problem.native_device
     out = xp.zeros((*rows, problem.sizes.d_v), dtype=q.dtype, device=device)
@@ -262,7 +262,7 @@ def empty_backward(
     dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
     problem: Problem,
 ) -> AttentionGrads:  # fmt: skip
-    """Answer with zeros; only a sink still moves lse."""
+    """Return zero gradients; only that of the sinks may not be zero, through lse."""
     xp = problem.xp
     dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))
     if dsinks is not None and dlse is not None:

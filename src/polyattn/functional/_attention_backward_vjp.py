@@ -1,4 +1,4 @@
-"""The backward of attention's backward, for second derivatives. The formulas are ``kernels/_backward_vjp.py``'s."""
+"""The backward of attention's backward, for second derivatives. The formulas are in ``kernels/_backward_vjp.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AttentionBackwardGrads", "attention_backward_vjp"]
 
 
 class AttentionBackwardGrads(NamedTuple):
-    """The gradients of what :func:`attention_backward` takes; None for what was not given."""
+    """The gradients of the arguments of :func:`attention_backward`; None for arguments that are absent."""
 
     dout: Array
     q: Array
@@ -33,41 +33,42 @@ def attention_backward_vjp(
 ) -> AttentionBackwardGrads:
     r"""Return the gradients of :func:`attention_backward`'s arguments from those of its results, in linear memory.
 
-    For a scalar that is computed from ``grads = attention_backward(dout, cache, dlse)``, a penalty on the gradients
-    for instance, ``cotangents`` are its gradients with respect to ``grads``; the result is its gradients with respect
-    to dout, dlse and the inputs of the forward, everything that the backward depends on through ``cache`` included.
+    Let a scalar depend on ``grads = attention_backward(dout, cache, dlse)``, as a penalty on the gradients does.
+    ``cotangents`` are the gradients of the scalar with respect to ``grads``; the result is its gradients with respect
+    to dout, dlse and the inputs of the forward, on which the backward depends through ``cache``.
 
     Parameters
     ----------
     cotangents : AttentionGrads, or a tuple of arrays or None in its order (q, k, v, bias, sinks)
-        For each gradient, an array of its shape and dtype, of the inputs' library; None, or leaving out the last
-        ones, counts as zero.
+        For each gradient, an array of its shape and dtype, of the inputs' library. None means zero; trailing
+        entries may be omitted.
     dout : array (…, H, n_q, d_v)
-        What :func:`attention_backward` was given.
+        The argument of :func:`attention_backward`.
     cache : Cache
         From :func:`attention_forward`.
     dlse : array (…, H, n_q), optional
-        What :func:`attention_backward` was given.
+        The argument of :func:`attention_backward`.
 
     Returns
     -------
     AttentionBackwardGrads
-        ``dout``, ``q``, ``k``, ``v``, ``bias``, ``sinks``, ``dlse``: each in the shape and dtype of what it belongs
-        to, with sums in float32 at least. ``dlse`` is None where none was given. A row that may attend to nothing
-        gives zeros; what stands at an excluded key, or in a row for the keys that it excludes, reaches nothing.
+        ``dout``, ``q``, ``k``, ``v``, ``bias``, ``sinks``, ``dlse``: each in the shape and dtype of its
+        argument, with sums in at least float32. ``dlse`` is None if no dlse was passed. The gradients of a row that
+        may attend to nothing are zero; an excluded pair does not affect any result.
 
     Raises
     ------
     ArgumentError, ShapeError, DTypeError, BackendMismatchError
-        If a cotangent, dout or dlse is not like what it belongs to, or ``cache`` is of something else.
+        If a cotangent, dout or dlse differs from its counterpart in shape, dtype or library, or if ``cache`` is of
+        another operation.
 
     Notes
     -----
     The gradients are :math:`\nabla L` of :math:`L = \langle\mathrm{dout}, o\rangle +
-    \langle\mathrm{dlse}, \mathrm{lse}\rangle`. Contracted with cotangents u they are the derivative of L along u, so
-    that the gradient of dout is the tangent of the result along u, that of dlse the tangent of the log-sum-exp (as
-    :func:`polyattn.attention_jvp` gives them), and those of the inputs are :math:`(\nabla\nabla L)\, u`: the
-    derivative of the backward's own lines along u. With P, S, o as there and :math:`C = dO\, v^\top + \delta`,
+    \langle\mathrm{dlse}, \mathrm{lse}\rangle`. Their inner product with cotangents u is the derivative of L along
+    u. Hence the gradient of dout is the tangent of the result along u, that of dlse is the tangent of the log-sum-exp
+    (both as in :func:`polyattn.attention_jvp`), and those of the inputs are :math:`(\nabla\nabla L)\, u`, the
+    derivative of the backward along u. With P, S, o as there and :math:`C = dO\, v^\top + \delta`,
     :math:`\delta = \mathrm{dlse} - \mathrm{rowsum}(dO \odot o)`,
 
     .. math::
@@ -79,11 +80,11 @@ def attention_backward_vjp(
         \dot{dQ} &= \mathrm{scale} \cdot (\dot{dS}\, k + dS\, \dot k), &
         \dot{dK} &= \mathrm{scale} \cdot (\dot{dS}^\top q + dS^\top \dot q),
 
-    to which softcap, bias, sinks and dropout add their factors.
+    without the factors of softcap, bias, sinks and dropout.
 
     Examples
     --------
-    The gradient of the squared length of the queries' gradient:
+    The gradient of the squared norm of dq:
 
     >>> import numpy as np, polyattn as pa
     >>> q, k, v = np.ones((1, 2)), np.eye(2), np.array([[1.0], [3.0]])
@@ -114,7 +115,7 @@ def attention_backward_vjp(
 
 
 def _second(saved: Saved, cotangents: Tangents, dout: Array, dlse: Array | None) -> AttentionBackwardGrads:
-    """Return the gradients of everything, in its shape and dtype."""
+    """Return all gradients, each in the shape and dtype of its argument."""
     problem = saved.problem
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     x, dlse_ = saved.with_heads(), None if dlse is None else xp.reshape(dlse, rows)

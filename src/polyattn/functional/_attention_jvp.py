@@ -1,4 +1,4 @@
-"""Attention in forward mode: the result, and how it moves with the inputs. The formulas are ``kernels/_jvp.py``'s."""
+"""Attention in forward mode: the result and its tangent. The formulas are in ``kernels/_jvp.py``."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def attention_jvp(
     q, k, v : array
         As in :func:`polyattn.attention`, which explains the other arguments too.
     tangents : tuple of arrays or None, in the order (q, k, v, bias, sinks)
-        How each argument moves: an array of its shape and dtype. None, or leaving out the last ones, says that it
-        stands still. For a bias of relative positions it is its table that moves.
+        The tangent of each argument: an array of its shape and dtype. None means zero; trailing entries may be
+        omitted. For a relative position bias, ``bias`` is the tangent of its table.
     return_lse : bool
         Whether to return the log-sum-exp and its derivative as well.
     backend, kernel : str, optional
-        Where to compute, and the kernel of the forward; the derivative is computed tile by tile whatever the kernel.
+        Where to compute, and the kernel of the forward. The derivative is computed tile by tile for every kernel.
 
     Returns
     -------
     out, out_dot : array (…, H, n_q, d_v)
-        The result, and its derivative along the tangents: in the inputs' dtype, with sums in float32 at least.
-        What stands at an excluded key, in the inputs or in the tangents, does not reach them.
+        The result, and its derivative along the tangents: in the inputs' dtype, with sums in at least float32.
+        The values of an excluded key, in the inputs or in the tangents, do not affect them.
     lse, lse_dot : array (…, H, n_q)
         With ``return_lse``: the log of Σ exp(score), in float32 or float64, and its derivative. In a row that may
         attend to nothing they are −inf and 0.
@@ -65,8 +65,8 @@ def attention_jvp(
     Raises
     ------
     ArgumentError, ShapeError, DTypeError
-        If a tangent is not like its argument, or is of one that is not there, besides what
-        :func:`polyattn.attention` raises.
+        If a tangent differs from its argument in shape or dtype, or if its argument is absent; also as in
+        :func:`polyattn.attention`.
     BackendMismatchError, UnknownBackendError, BackendUnavailableError, KernelUnsupportedError
         As in :func:`polyattn.attention`.
 
@@ -103,7 +103,7 @@ def attention_jvp(
 
 
 def in_order(given: Any, what: str, arguments: Mapping[str, Array | None]) -> dict[str, Array | None]:
-    """Return what was given for each argument under its name in messages, None for what was left out."""
+    """Return the entry of each argument, None if omitted, by its name in error messages."""
     if not isinstance(given, tuple | list) or len(given) > len(arguments):
         raise ArgumentError(
             f"{what}: expected a tuple in the order ({', '.join(arguments)}), None for what is not given, got "
@@ -121,9 +121,9 @@ def in_order(given: Any, what: str, arguments: Mapping[str, Array | None]) -> di
 def compiled(function: Callable[..., Any], native: Backend, saved: Saved) -> Callable[..., Any]:
     """Return ``function(saved, *more)`` for records ``more``, compiled where the library compiles.
 
-    The seed is an operand: a new one compiles nothing.
+    A seed that fits in int32 becomes an array, so that a new seed does not compile again.
     """
-    if type(native).jit is Backend.jit:  # and torch.compile warns of a cache that it meets
+    if type(native).jit is Backend.jit:  # not cached: torch.compile warns about ``lru_cache``
         return functools.partial(function, saved)
     seed = saved.problem.seed
     if isinstance(seed, int) and -(2**31) <= seed < 2**31:
@@ -135,7 +135,7 @@ def compiled(function: Callable[..., Any], native: Backend, saved: Saved) -> Cal
 
 @functools.lru_cache(maxsize=256)
 def _compiled(function: Callable[..., Any], native: Backend, structure: Structure) -> Callable[..., Any]:
-    """Return the function with everything static bound."""
+    """Return the function compiled for the static values in ``structure``."""
 
     def run(arrays: tuple[Array, ...], *more: Any) -> Any:
         return function(structure.build(arrays), *more)
@@ -144,13 +144,13 @@ def _compiled(function: Callable[..., Any], native: Backend, structure: Structur
 
 
 def with_heads(moved: Tangents) -> Tangents:
-    """Return tangents of queries, keys and values with a head axis."""
+    """Return the tangents, with a head axis in those of q, k and v."""
     q, k, v = (None if x is None else with_head(x) for x in (moved.q, moved.k, moved.v))
     return moved._replace(q=q, k=k, v=v)
 
 
 def _tangents(saved: Saved, moved: Tangents) -> tuple[Array, Array]:
-    """Return the tangents of out and lse, in their shapes and dtypes."""
+    """Return the tangents of out and lse, in the shapes and dtypes of out and lse."""
     x, lse, xp = saved.with_heads(), saved.statistics.log_total, saved.problem.xp
     result = jvp(x.q, x.k, x.v, with_heads(moved), x.out, x.statistics, x.problem)
     out_dot, lse_dot = xp.reshape(result.out_dot, saved.out.shape), xp.reshape(result.lse_dot, lse.shape)

@@ -1,4 +1,4 @@
-"""Joining attention over disjoint sets of keys: exact, and associative."""
+"""Merging attention over disjoint sets of keys: exact and associative."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["attention_merge"]
 def attention_merge(
     parts: Sequence[tuple[Array, Array | RowStatistics]],
 ) -> tuple[Array, Any]:
-    """Join partial results of attention over disjoint key sets into the result over all of them.
+    """Merge partial results of attention over disjoint sets of keys into the result over all keys.
 
     Parameters
     ----------
     parts : sequence of (out (…, n_q, d_v), lse (…, n_q)) or of (out, RowStatistics)
         Results and ``cache.lse`` or ``cache.row_statistics`` of :func:`attention_forward`, for the same queries. The
-        second loses no digit where scores are large. Sinks belong in one part only.
+        row statistics lose no digits where scores are large. Only one part may have sinks.
 
     Returns
     -------
     out, lse : array
-        ``out`` in the parts' dtype, ``lse`` in float32 or float64. Parts that attended to nothing count for nothing.
-        Where every part came with its row statistics, these of the whole stand in the place of ``lse``.
+        ``out`` in the parts' dtype, ``lse`` in float32 or float64. A part without an allowed key does not change
+        the result. If every part has row statistics, the second result is the row statistics over all keys.
 
     Raises
     ------
     ArgumentError, ShapeError, DTypeError, BackendMismatchError
-        If there is no part, or the parts differ in shape, dtype or library.
+        If ``parts`` is empty, or the parts differ in shape, dtype or library.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The attention weights themselves: for looking at. They hold one number for each pair of query and key."""
+"""The attention weights, for inspection: an array with one number for each pair of query and key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["attention_weights"]
 
 @dataclass(frozen=True, eq=False)
 class Saved(Record):
-    """What the backward needs."""
+    """The arrays and the problem that the backward needs."""
 
     q: Array
     k: Array
@@ -58,7 +58,7 @@ def forward(
 
 
 def backward(backend: Backend, dweights: Array, saved: Saved) -> AttentionGrads:
-    """Reverse the softmax and the scores; the values have no part in it."""
+    """Return the gradients through the softmax and the scores; there are no values."""
     xp, problem = backend.namespace(), saved.problem
     q, k = with_head(saved.q), with_head(saved.k)
     if problem.sizes.empty:
@@ -83,7 +83,7 @@ def backward(backend: Backend, dweights: Array, saved: Saved) -> AttentionGrads:
 
 
 def _weights(x: Scores, problem: Problem) -> tuple[Array, Rows]:
-    """Return the softmax, exactly zero where excluded, and what its rows were divided by."""
+    """Return the softmax, exactly zero where excluded, and the row statistics."""
     xp = problem.xp
     exp, total, largest = exponentials(x, problem)
     weights = exp / nonzero(xp, total)
@@ -105,8 +105,8 @@ def attention_weights(
 ) -> Array:  # fmt: skip
     """Return the weights that :func:`attention` gives to each key, ``(…, H, n_q, n_k)``, before dropout.
 
-    The arguments are those of :func:`attention`; dropout, seed and kernel are taken and change nothing.
-    Rows sum to one (with sinks: to less), excluded weights are zero, an empty row is zero.
+    The arguments are those of :func:`attention`; dropout, seed and kernel are accepted and have no effect.
+    Each row sums to one, or to less with sinks. Excluded weights and rows without an allowed key are zero.
 
     Examples
     --------

@@ -1,6 +1,6 @@
 """Attention kernels: the problem, its masks, the generic kernel and the choice among a backend's kernels.
 
-This floor knows no backend: it is handed the namespace, the hooks and the list of kernels.
+This package imports no backend: the namespace, the hooks and the list of kernels are arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention with linear biases: each head likes what is near, by a slope of its own."""
+"""ALiBi, attention with linear biases: a penalty proportional to the distance, with one slope for each head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AlibiBias(StructuredBias):
             )
 
     def pairs(self, problem: Problem) -> Array:
-        """Return the product, in the dtype of the scores."""
+        """Return the bias in the dtype of the scores."""
         xp = problem.xp
         dtype = xp.float64 if problem.dtype == "float64" else xp.float32
         slopes = xp.asarray(self.slopes, dtype=dtype, device=problem.native_device)[:, None, None]  # (H, 1, 1)

@@ -1,7 +1,7 @@
 """The backward of attention's backward, tile by tile in linear memory.
 
-The gradients that the backward gives are those of L = ⟨dout, out⟩ + ⟨dlse, lse⟩. Contracted with cotangents u of
-dq, dk, dv, dbias and dsinks they are the slope of L along u,
+The backward computes the gradients ∇L of L = ⟨dout, out⟩ + ⟨dlse, lse⟩. Their inner product with cotangents u of
+dq, dk, dv, dbias and dsinks is the directional derivative of L along u,
 
     φ = ⟨u, ∇L⟩ = ⟨dout, out'⟩ + ⟨dlse, lse'⟩,
 
@@ -9,9 +9,9 @@ where a prime (``_dot`` in the code) is the derivative along u: out' and lse' ar
 
     ∂φ/∂dout = out',   ∂φ/∂dlse = lse',   ∂φ/∂(q, k, v, bias, sinks) = (∇∇L) u = (∇L)',
 
-the last because second derivatives commute: what the backward's own lines become when their inputs move along u while
-dout and dlse stand still. In the order of the backward, with the names of ``_jvp.py``, and the lines of the backward
-(left) beside their derivatives::
+the last because second derivatives commute: it is the derivative of the backward along u, with dout and dlse constant.
+The names are those of ``_jvp.py``. The lines of the backward are on the left, in its order, and their derivatives on
+the right::
 
     dv = (D ⊙ P)ᵀ dout                          dv' = (D ⊙ P')ᵀ dout              P' = P ⊙ (S' − lse')
     δ  = dlse − rowsum(dout ⊙ out)              δ'  = − rowsum(dout ⊙ out')
@@ -23,7 +23,7 @@ dout and dlse stand still. In the order of the backward, with the names of ``_jv
     dq = scale · ds k                           dq' = scale · (ds' k + ds k')
     dk = scale · dsᵀ q                          dk' = scale · (ds'ᵀ q + dsᵀ q')
 
-A first pass over the tiles gives out' and lse' (and from them δ'), a second one the rest.
+The first pass over the tiles computes out' and lse', hence δ'; the second pass computes the rest.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from ._tiled import Tile, add_at, cut, over_tiles, rows_at
 
 
 class MovingRows(NamedTuple):
-    """What a tile is given of its rows of queries."""
+    """The inputs of a tile for each of its query rows."""
 
     dout: Array  # (…, H, n_q, d_v)
-    rows: Rows  # its shift is dlse − rowsum(dout ⊙ out)
+    rows: Rows  # ``rows.shift`` is dlse − rowsum(dout ⊙ out)
     shift_dot: Array  # (…, H, n_q)
     lse_dot: Array  # (…, H, n_q)
 
@@ -65,7 +65,7 @@ def backward_vjp(
     cotangents: Tangents, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
     statistics: RowStatistics, problem: Problem,
 ) -> tuple[Array, Array, Tangents]:  # fmt: skip
-    """Return the cotangents of dout, of dlse, and of the inputs: None for what the problem does not have."""
+    """Return the cotangents of dout, of dlse, and of the inputs; None for inputs that the problem does not have."""
 
     def function(out: Array, rows: Rows) -> tuple[Array, Array, Tangents]:
         return vjp_of_rows(cotangents, dout, dlse, q, k, v, out, rows, problem)
@@ -79,7 +79,7 @@ def vjp_of_rows(
     cotangents: Tangents, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, rows: Rows,
     problem: Problem,
 ) -> tuple[Array, Array, Tangents]:  # fmt: skip
-    """Return the cotangents, from what is known of the rows."""
+    """Return the cotangents, computed from the row statistics in ``rows``."""
     xp, bias = problem.xp, problem.bias_array
     first = jvp_of_rows(q, k, v, cotangents, out, rows, problem)
     dout = widen(xp, dout)
@@ -114,7 +114,7 @@ def vjp_of_rows(
 def tile_vjp(
     x: Operands, row: MovingRows, moving: MovingScores, part: Problem
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Return how the gradients of q, k, v (for every query head) and of the bias move, as far as a tile adds to it."""
+    """Return the terms of one tile in the tangents of dq, dk, dv (for every query head) and dbias."""
     xp, backend, allowed, drop = part.xp, part.backend, moving.allowed, dropout_of(part)
     weights_dot = only(moving.weights * (moving.scores_dot - row.lse_dot[..., None]), allowed, part)
     v_dot = matmul_excluding(backend, xp.matrix_transpose(drop(weights_dot)), row.dout, transposed(xp, allowed))
@@ -139,7 +139,7 @@ def tile_vjp(
 
 
 def sinks_vjp(tangent: Array | None, row: MovingRows, problem: Problem) -> Array | None:
-    """Return how the gradient of the sinks moves: a sink is one more score, whose weight meets no value."""
+    """Return the tangent of the gradient of the sinks. A sink is one more score, without a value."""
     if problem.sinks is None:
         return None
     xp = problem.xp

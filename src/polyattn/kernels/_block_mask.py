@@ -1,4 +1,4 @@
-"""Block-sparse masks: whole blocks of queries and keys that may attend to each other, or not."""
+"""Block-sparse masks: they allow or exclude whole blocks of queries and keys."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ._problem import Problem, Sizes
 from ._static import concrete, constant_result
 from ._structure import StructuredMask
 
-LEAST = 64  # queries and keys of a tile
+LEAST = 64  # the smallest number of queries, and of keys, in a tile
 
 
 @dataclass(frozen=True)
 class BlockMask(StructuredMask):
-    """A bit for each block; ``grid`` is (…, H, blocks of queries, blocks of keys), with axes that may be one."""
+    """One bit for each block. ``grid`` is (…, H, blocks of queries, blocks of keys); leading axes may be 1."""
 
     grid: tuple[int, ...]
     bits: bytes
     block_size: tuple[int, int]
 
     def expect_fit(self, sizes: Sizes) -> None:
-        """Require blocks for all queries and keys, the last ones perhaps not filled."""
+        """Require blocks for all queries and keys; the last block may be partial."""
         *lead, n_q, n_k = self.grid
         want = tuple(-(-n // size) for n, size in zip((sizes.n_q, sizes.n_k), self.block_size, strict=True))
         if (n_q, n_k) != want or not broadcasts(tuple(lead), (*sizes.batch, sizes.heads)):
@@ -38,7 +38,7 @@ class BlockMask(StructuredMask):
             )
 
     def pairs(self, problem: Problem) -> Array:
-        """Take each pair's block."""
+        """Return the bit of each pair's block."""
         xp, lengths = problem.xp, (problem.sizes.n_q, problem.sizes.n_k)
         spans = tuple([  # only the blocks of the tile go to the device
             (start // size, (start + length - 1) // size + 1) if isinstance(start, int) else (0, count)
@@ -53,13 +53,13 @@ class BlockMask(StructuredMask):
         return pairs
 
     def reach(self, problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
-        """Look at the blocks of the tile."""
+        """Check whether any block of the tile is set, and whether all are."""
         rows, columns = self.block_size
         spans = (i // rows, i_last // rows + 1), (j // columns, j_last // columns + 1)
         return any_and_all(self.bits, concrete(self.grid), concrete(spans))
 
     def tile_lengths(self, n_q: int, n_k: int) -> tuple[int, int]:
-        """Return few blocks to a tile, that more tiles may be left out; as many as make it worth the while."""
+        """Return small tiles, so that more of them can be skipped, but of at least ``LEAST`` queries and keys."""
         steps = (math.lcm(size, 4) for size in concrete(self.block_size))
         few_q, few_k = (step * -(-LEAST // step) for step in steps)
         return min(n_q, few_q), min(n_k, few_k)
@@ -73,7 +73,7 @@ def blocks_of(bits: bytes, grid: tuple[int, ...], spans: tuple[tuple[int, int], 
 
 @constant_result
 def any_and_all(bits: bytes, grid: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> tuple[bool, bool]:
-    """Say whether some of the blocks of these rows and columns are set, and whether all are."""
+    """Return whether any of the blocks in these rows and columns is set, and whether all are."""
     blocks = _cut(bits, grid, spans)
     return bool(blocks.any()), bool(blocks.all())
 
@@ -83,7 +83,7 @@ def _cut(bits: bytes, grid: tuple[int, ...], spans: tuple[tuple[int, int], ...])
     return _unpacked(bits, grid)[..., first_row:stop_row, first_column:stop_column]
 
 
-@functools.lru_cache(maxsize=16)  # a mask is asked for each of its tiles
+@functools.lru_cache(maxsize=16)  # each tile of a mask needs it
 def _unpacked(bits: bytes, grid: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return the bits as an array on the host."""
     unpacked = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=math.prod(grid))

@@ -1,4 +1,4 @@
-"""Which kernel computes a problem: the first of the backend's that supports it, else the generic one."""
+"""The choice of a kernel: the first kernel of the backend that supports the problem, else the generic one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN: Kernel = PlainKernel()
 
 
 def candidates(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
-    """Return a backend's kernels, the generic one, and the plain one, which runs only where it is asked for."""
+    """Return the backend's kernels, the generic kernel, and the plain kernel, which runs only when forced by name."""
     return (*kernels, GENERIC, PLAIN)
 
 
@@ -24,7 +24,7 @@ def named(kernels: Sequence[Kernel], name: str) -> Kernel:
     Raises
     ------
     KernelUnsupportedError
-        If the backend has none of that name; the message lists those there are.
+        If the backend has no kernel of that name; the message lists its kernels.
     """
     for kernel in candidates(kernels):
         if kernel.name == name:
@@ -39,7 +39,7 @@ def choose(kernels: Sequence[Kernel], problem: Problem, name: str | None = None)
     Raises
     ------
     KernelUnsupportedError
-        If the forced kernel does not exist or does not compute this problem, with its reason.
+        If the forced kernel does not exist or does not support this problem; the message gives the reason.
     """
     if name is not None:
         kernel = named(kernels, name)

@@ -1,10 +1,10 @@
-"""The dropout mask: a pure function of (seed, position), the same bits on every library and in every tiling.
+"""The dropout mask: a pure function of (seed, position), the same bits on every library and for every tiling.
 
 Threefry-2x32 with 13 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
 numbers: as easy as 1, 2, 3", SC 2011), in int32, because not every library can
 compute with uint32. The key is the seed's low and high half; the counter is
-(flattened batch·head·query row, key // 4). A block's two words are four 16-bit
-lanes, low half before high half, one for each of four neighbouring keys. A
+(flattened batch·head·query row, key // 4). The two words of a counter are four
+16-bit lanes, low half before high half, one for each of four adjacent keys. A
 weight is kept iff its lane ≥ round(65536·p).
 """
 
@@ -18,7 +18,7 @@ from ._problem import Problem
 
 
 class Threefry(NamedTuple):
-    """The constants of Threefry-2x32: by how much each round turns, the parity of the key, how many rounds."""
+    """The constants of Threefry-2x32: the rotation of each round, the parity of the key, the number of rounds."""
 
     rotations: tuple[int, ...]
     parity: int
@@ -29,7 +29,7 @@ THREEFRY = Threefry((13, 15, 26, 6, 17, 29, 16, 24), 0x1BD11BDA, 13)
 
 
 def keep_mask(problem: Problem) -> Array:
-    """Return which weights dropout keeps, boolean ``(…, H, n_q, n_k)``."""
+    """Return True for each weight that dropout keeps, boolean ``(…, H, n_q, n_k)``."""
     xp, sizes, device = problem.xp, problem.sizes, problem.native_device
     rows, heads = math.prod(sizes.scores[:-1]), math.prod(sizes.scores[:-2])
     head = xp.arange(heads, dtype=xp.int32, device=device)[:, None] * (problem.rows or sizes.n_q)
@@ -55,7 +55,7 @@ def threefry(
         x0 = xp.add(x0, x1)
         left = xp.bitwise_left_shift(x1, xp.full_like(x1, turn))
         right = xp.bitwise_right_shift(x1, xp.full_like(x1, 32 - turn))
-        right = xp.bitwise_and(right, xp.full_like(x1, (1 << turn) - 1))  # a logical shift: without the sign
+        right = xp.bitwise_and(right, xp.full_like(x1, (1 << turn) - 1))  # logical shift: clear the sign bits
         x1 = xp.bitwise_xor(xp.bitwise_or(left, right), x0)
         if i % 4 == 3:
             step = i // 4 + 1
@@ -65,7 +65,7 @@ def threefry(
 
 
 def _count(problem: Problem, length: int, start: int | Array) -> Array:
-    """Return start, start + 1, …: ``length`` of them."""
+    """Return start, start + 1, …, start + length − 1."""
     xp: Any = problem.xp
     count = xp.arange(length, dtype=xp.int32, device=problem.native_device)
     return count + start if isinstance(start, int) else xp.add(count, start)
@@ -81,7 +81,7 @@ def _key(problem: Problem) -> tuple[Array, Array]:
         return low, high
     seed, name = xp.reshape(seed, (1, 1)), dtype_name(seed.dtype)
     if name in ("int64", "uint64"):
-        seed = cast(xp, seed, xp.int64)  # the same bits; torch has no shift for uint64
+        seed = cast(xp, seed, xp.int64)  # keeps the bits; torch cannot shift uint64
         mask = xp.full_like(seed, 0xFFFFFFFF)
         halves_ = (xp.bitwise_and(xp.bitwise_right_shift(seed, xp.full_like(seed, s)), mask) for s in (0, 32))
         low, high = (xp.astype(xp.where(h >= 2**31, h - 2**32, h), xp.int32) for h in halves_)
@@ -89,4 +89,4 @@ def _key(problem: Problem) -> tuple[Array, Array]:
     seed = cast(xp, seed, xp.int32)
     if name == "uint32":
         return seed, xp.zeros_like(seed)
-    return seed, xp.bitwise_right_shift(seed, xp.full_like(seed, 31))  # the sign, as in a 64-bit seed
+    return seed, xp.bitwise_right_shift(seed, xp.full_like(seed, 31))  # sign extension, as for a 64-bit seed

@@ -1,9 +1,10 @@
-"""Products in which an excluded entry counts for nothing, whatever stands there.
+"""Matrix products that ignore the values of excluded entries, NaN and infinity included.
 
-A weight that a mask excludes is exactly zero, but zero times NaN or infinity is
-NaN. So where something is excluded and an operand is not finite, the product is
-taken over its finite entries, and the others are put back where they are not
-excluded: nothing leaks from an excluded key, and no genuine NaN is hidden.
+The weight of an excluded pair is exactly zero, but zero times NaN or infinity is
+NaN. Where pairs are excluded and an operand is not finite, the product is taken
+over the finite entries, and NaN and infinity are then added to the rows that may
+attend to them. No NaN of an excluded key reaches the result, and no other NaN is
+lost.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ def matmul_excluding(backend: Any, a: Array, b: Array, allowed: Array | None) ->
     """Return ``a @ b`` over the pairs that are allowed.
 
     ``a (…, m, n)`` is zero wherever ``allowed`` (broadcastable to it) is False;
-    what stands in row j of ``b (…, n, d)`` does not reach row i of the result
-    unless ``allowed[i, j]``.
+    row j of ``b (…, n, d)`` does not affect row i of the result unless
+    ``allowed[i, j]``.
     """
     xp = backend.namespace()
     if allowed is None:
         return xp.matmul(a, b)
     return backend.cond(
-        xp.isfinite(xp.sum(b)),  # one pass over b, a fraction of the product's cost
+        xp.isfinite(xp.sum(b)),  # one pass over b, cheap beside the product
         lambda: xp.matmul(a, b),
         lambda: _isolated(xp, a, b, xp.broadcast_to(allowed, a.shape)),
     )
@@ -37,7 +38,7 @@ def _isolated(xp: Any, a: Array, b: Array, allowed: Array) -> Array:
 
     zero, plus, minus = xp.zeros_like(b), xp.equal(b, math.inf), xp.equal(b, -math.inf)
     total = xp.matmul(a, xp.where(xp.isfinite(b), b, zero))
-    above, below = xp.greater(a, 0), xp.less(a, 0)  # never where excluded
+    above, below = xp.greater(a, 0), xp.less(a, 0)  # both False where excluded
     neither = xp.logical_and(allowed, xp.equal(a, 0))
     to_plus = xp.greater(reaches(above, plus) + reaches(below, minus), 0)
     to_minus = xp.greater(reaches(above, minus) + reaches(below, plus), 0)

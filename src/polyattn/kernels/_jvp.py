@@ -1,8 +1,8 @@
-"""Forward mode: how the result of attention moves with its inputs, tile by tile in linear memory.
+"""Forward mode: the tangents of attention along tangents of its inputs, tile by tile in linear memory.
 
 With s = scale · q kᵀ, t = softcap(s), S = t + bias, P = exp(S − lse) the weights, D the factors of dropout
-(0 or 1 / (1 − p)), p₀ the weight of a sink, and a prime for a tangent (``_dot`` in the code), the lines of the forward
-are differentiated one after the other::
+(0 or 1 / (1 − p)), p₀ the weight of a sink, and a prime for a tangent (``_dot`` in the code), the derivatives of the
+lines of the forward are::
 
     s'   = scale · (q' kᵀ + q k'ᵀ)
     t'   = (1 − (t / softcap)²) ⊙ s'
@@ -11,7 +11,7 @@ are differentiated one after the other::
     P'   = P ⊙ (S' − lse')
     out' = (D ⊙ P') v + (D ⊙ P) v' = (D ⊙ P ⊙ S') v + (D ⊙ P) v' − lse' ⊙ out
 
-In its second form the last line needs lse' only at the end, so that one pass over the tiles gives both.
+The second form of the last line needs lse' only at the end, so that one pass over the tiles computes both tangents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ._units import is_moderate, row_units
 
 
 class Tangents(NamedTuple):
-    """How each argument moves: an array like it, None where it stands still; for a structured bias its table's."""
+    """The tangent of each argument, None for zero. For a structured bias, it is the tangent of its table."""
 
     q: Array | None = None
     k: Array | None = None
@@ -42,7 +42,7 @@ class Tangents(NamedTuple):
 
 
 class Results(NamedTuple):
-    """How out and lse move, and out itself without the rounding to 16 bits; all in float32 at least."""
+    """The tangents of out and lse, and out itself before rounding to 16 bits; all in at least float32."""
 
     out: Array  # (…, H, n_q, d_v)
     out_dot: Array  # (…, H, n_q, d_v)
@@ -50,7 +50,7 @@ class Results(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """A tile's rows of the inputs and of their tangents, widened; keys and values repeated for every query head."""
+    """The rows of a tile of the inputs and tangents, in at least float32; k and v repeated for every query head."""
 
     q: Array
     k: Array
@@ -61,11 +61,11 @@ class Operands(NamedTuple):
 
 
 class MovingScores(NamedTuple):
-    """The weights of a tile, and how its scores move."""
+    """The weights of a tile, and the tangents of its scores."""
 
     weights: Array  # before dropout
     scores_dot: Array  # 0 where excluded
-    capped: Array  # after scale and softcap; anything where excluded
+    capped: Array  # after scale and softcap; undefined where excluded
     capped_dot: Array
     allowed: Array | None
 
@@ -89,7 +89,7 @@ def in_own_units(
 ) -> Any:  # fmt: skip
     """Return ``function(out, rows)``, with out and the row statistics computed again where scores are large.
 
-    Another computation of a large score, by another kernel, differs by its rounding, which exp makes a factor.
+    Two kernels round a large score differently, and exp makes the difference a factor of every weight of a row.
     """
     xp = problem.xp
     q_, k_, v_ = (widen(xp, x) for x in (q, k, v))
@@ -106,19 +106,19 @@ def in_own_units(
 
 
 def rows_of(problem: Problem, statistics: RowStatistics) -> Rows:
-    """Return what is known of the rows from their statistics."""
+    """Return the row statistics as ``Rows``, with a shift of zero."""
     return Rows(*statistics, problem.xp.zeros_like(statistics.largest))
 
 
 def jvp_of_rows(
     q: Array, k: Array, v: Array, tangents: Tangents, out: Array, rows: Rows, problem: Problem
 ) -> Results:  # fmt: skip
-    """Return the tangents of out and lse, from what is known of the rows."""
+    """Return the tangents of out and lse, computed from the row statistics in ``rows``."""
     xp, sizes = problem.xp, problem.sizes
     dtype, device, shape = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
     out_dot = xp.zeros((*shape, sizes.d_v), dtype=dtype, device=device)
     lse_dot = xp.zeros(shape, dtype=dtype, device=device)
-    again = None if dtype_name(out.dtype) == dtype_name(dtype) else xp.zeros_like(out_dot)  # out, not rounded
+    again = None if dtype_name(out.dtype) == dtype_name(dtype) else xp.zeros_like(out_dot)  # out before rounding
 
     def body(carry: Any, tile: Tile, part: Problem) -> Any:
         out_dot, lse_dot, again = carry
@@ -144,7 +144,7 @@ def jvp_of_rows(
 
 
 def operands(q: Array, k: Array, v: Array, tangents: Tangents, tile: Tile, part: Problem) -> Operands:
-    """Cut a tile's rows out of the inputs and their tangents."""
+    """Slice the rows of a tile from the inputs and their tangents."""
 
     def of_queries(x: Array | None) -> Any:
         return None if x is None else widen(part.xp, cut(part, x, tile.query, part.sizes.n_q, -2))
@@ -177,14 +177,14 @@ def moving_scores(x: Operands, bias_dot: Array | None, rows: Rows, part: Problem
 def product_tangent(
     backend: Any, factors: tuple[Array, Array], moved: tuple[Array, Array | None], allowed: Array | None
 ) -> Array:
-    """Return (a b)' = a' b + a b' over the pairs that are allowed; the second factor may stand still."""
+    """Return (a b)' = a' b + a b' over the allowed pairs; b' may be None, which means zero."""
     (a, b), (a_dot, b_dot) = factors, moved
     first = matmul_excluding(backend, a_dot, b, allowed)
     return first if b_dot is None else first + matmul_excluding(backend, a, b_dot, allowed)
 
 
 def bias_tangent(tangent: Array | None, problem: Problem, tile: Tile, part: Problem) -> Array | None:
-    """Cut a tile out of the tangent of a bias; that of a table is spread over the tile as the table is."""
+    """Return the tangent of the bias of a tile; for a structured bias, from the tangent of its table."""
     if tangent is None:
         return None
     of_table = isinstance(problem.bias, StructuredBias)
@@ -193,7 +193,7 @@ def bias_tangent(tangent: Array | None, problem: Problem, tile: Tile, part: Prob
 
 
 def dropout_of(part: Problem) -> Callable[[Array], Array]:
-    """Return the inverted dropout of a tile as a function; its bits are drawn once."""
+    """Return the inverted dropout of a tile as a function; the keep mask is computed once."""
     xp = part.xp
     if part.dropout == 0:
         return lambda x: x
@@ -204,12 +204,12 @@ def dropout_of(part: Problem) -> Callable[[Array], Array]:
 
 
 def only(x: Array, allowed: Array | None, problem: Problem) -> Array:
-    """Return ``x`` where a pair may attend; elsewhere it may be anything, and 0 takes its place."""
+    """Return ``x`` where a pair is allowed, and 0 where it is excluded."""
     return x if allowed is None else problem.xp.where(allowed, x, problem.xp.zeros_like(x))
 
 
 def sinks_tangent(tangent: Array, problem: Problem) -> Array:
-    """Return how the sinks move, ``(H, 1)``; one of −inf is none, and stays so."""
+    """Return the tangent of the sinks, ``(H, 1)``; 0 for a sink of −inf, which is no sink."""
     xp = problem.xp
     none = xp.equal(problem.sinks, -math.inf)
     return widen(xp, xp.where(none, xp.zeros_like(tangent), tangent))[:, None]

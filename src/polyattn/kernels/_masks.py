@@ -1,4 +1,4 @@
-"""Which query may attend to which key: every excluding argument of a problem as one boolean array."""
+"""The boolean array of allowed pairs: all arguments of a problem that exclude pairs, combined."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ._problem import Problem
 from ._static import concrete
 from ._structure import StructuredBias, mask_pairs
 
-LIMIT = 2**29  # positions are int32, which every library computes with; sums of three of these still fit
+LIMIT = 2**29  # positions are int32, which every library supports; a sum of three such values fits in int32
 
 
 def allowed(problem: Problem) -> Array | None:
-    """Return True where a query may attend, None where nothing is excluded.
+    """Return an array that is True where a query may attend, or None if no pair is excluded.
 
     The array has at least two axes, and broadcasts to ``(…, H, n_q, n_k)``.
     """
@@ -31,11 +31,11 @@ def allowed(problem: Problem) -> Array | None:
     if problem.key_lengths is not None and not (isinstance(problem.key_lengths, int) and problem.key_lengths >= n_k):
         conditions.append(xp.less(_row(problem, n_k), _per_batch(problem, problem.key_lengths)))
     left, right = problem.reach
-    if isinstance(problem.q_offset, int):  # the one query of a decoding step sees all that came before it
+    if isinstance(problem.q_offset, int):  # no comparison where all keys are in range, as in a decoding step
         right = None if right is not None and n_k - 1 <= problem.q_offset + right else right
         left = None if left is not None and problem.q_offset + n_q - 1 <= left else left
     if left is not None or right is not None:
-        ahead = _ahead(problem)  # a key's position less its query's is this less the offset
+        ahead = _ahead(problem)  # minus the offset: position of the key − position of the query
         if right is not None:
             most = shifted(problem, problem.q_offset, plus=right, minus=0)
             conditions.append(xp.less_equal(ahead, _per_batch(problem, most)))  # (…, 1, n_q, n_k)
@@ -55,7 +55,7 @@ def allowed(problem: Problem) -> Array | None:
 
 
 def shifted(problem: Problem, value: int | Array, *, plus: int | Array, minus: int | Array) -> int | Array:
-    """Return ``value + plus − minus``: an integer if all are, else int32."""
+    """Return ``value + plus − minus``: an integer if all three are integers, else an int32 array."""
     if isinstance(value, int) and isinstance(plus, int) and isinstance(minus, int):
         return value + plus - minus
     xp: Any = problem.xp
@@ -64,23 +64,23 @@ def shifted(problem: Problem, value: int | Array, *, plus: int | Array, minus: i
 
 
 def distances(problem: Problem) -> Array:
-    """Return the position of each key less that of each query, ``(…, 1, n_q, n_k)`` in int32."""
+    """Return position of the key − position of the query, ``(…, 1, n_q, n_k)`` in int32."""
     return problem.xp.subtract(_ahead(problem), _per_batch(problem, problem.q_offset))
 
 
 def key_positions(problem: Problem) -> Array:
-    """Return where the keys stand in the whole problem, ``(1, n_k)`` in int32."""
+    """Return the positions of the keys in the whole problem, ``(1, n_k)`` in int32."""
     return problem.xp.add(_row(problem, problem.sizes.n_k), as_int32(problem, problem.origin[1]))
 
 
 def _ahead(problem: Problem) -> Array:
-    """Return the number of each key less that of each query, ``(n_q, n_k)`` in int32."""
+    """Return index of the key − index of the query, ``(n_q, n_k)`` in int32."""
     xp, sizes = problem.xp, problem.sizes
     return xp.subtract(_row(problem, sizes.n_k), xp.matrix_transpose(_row(problem, sizes.n_q)))
 
 
 def _row(problem: Problem, n: int) -> Array:
-    """Return 0, 1, … below n, as ``(1, n)``."""
+    """Return 0, 1, …, n − 1 as ``(1, n)``."""
     return problem.xp.arange(n, dtype=problem.xp.int32, device=problem.native_device)[None, :]
 
 
@@ -95,12 +95,12 @@ def _per_batch(problem: Problem, value: int | Array) -> Array:
 
 
 def as_int32(problem: Problem, value: int | Array) -> Array:
-    """Return an integer or integers as an int32 array, those out of its reach moved to its ends."""
+    """Return an integer or integers as an int32 array, clipped to ±``LIMIT``."""
     if isinstance(value, int):
         return _scalar(problem, value)
     xp: Any = problem.xp
     name = dtype_name(value.dtype)
-    value = cast(xp, value, xp.int64 if name.endswith("64") else xp.int32)  # torch hardly computes with unsigned ones
-    if name in ("uint32", "uint64"):  # what was too large for the signed type is below zero now
+    value = cast(xp, value, xp.int64 if name.endswith("64") else xp.int32)  # torch supports few unsigned operations
+    if name in ("uint32", "uint64"):  # the cast made values beyond the signed range negative
         value = xp.where(xp.less(value, 0), xp.full_like(value, LIMIT), value)
     return cast(xp, xp.clip(value, -concrete(LIMIT), concrete(LIMIT)), xp.int32)

@@ -1,4 +1,4 @@
-"""Joining the results of attention over two disjoint sets of keys."""
+"""Merging the results of attention over two disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ._units import Units, multiplied
 
 
 class Sums(NamedTuple):
-    """The numerator and the denominator of rows over some of the keys, both divided by exp(largest)."""
+    """The numerator and the denominator of the softmax over some of the keys, both divided by exp(largest)."""
 
     out: Array  # (…, n_q, d_v)
-    total: Array  # (…, n_q, 1); 0 where there was nothing to attend to
-    largest: Array  # (…, n_q, 1), in the row's unit if it has one
+    total: Array  # (…, n_q, 1); 0 where no key is allowed
+    largest: Array  # (…, n_q, 1), in the units of the row
 
 
 def merge(
@@ -23,7 +23,7 @@ def merge(
 ) -> tuple[Array, RowStatistics]:  # fmt: skip
     """Return out and the row statistics over the union of two key sets: exact, and associative.
 
-    ``out (…, n_q, d_v)`` in float32 at least. A part that attended to nothing counts for nothing.
+    ``out (…, n_q, d_v)`` is in at least float32. A part without an allowed key does not change the row.
     """
     return finished(xp, merge_sums(xp, sums_of(xp, *a), sums_of(xp, *b)))
 
@@ -35,9 +35,9 @@ def sums_of(xp: Any, out: Array, statistics: RowStatistics) -> Sums:
 
 
 def finished(xp: Any, row: Sums, units: Units | None = None) -> tuple[Array, RowStatistics]:
-    """Return the weighted mean, divided once, and the row statistics; zeros, 0 and −inf in an empty row."""
+    """Return out, which is numerator / denominator, and the row statistics; an empty row has out 0 and lse −inf."""
     empty = xp.equal(row.total, 0)
-    total = xp.where(empty, xp.ones_like(row.total), row.total)  # log 0 is put in by hand, without its derivative
+    total = xp.where(empty, xp.ones_like(row.total), row.total)  # log 0 is set below, without a derivative
     log_total = xp.where(empty, xp.full_like(total, -math.inf), xp.log(total))
     largest = xp.where(empty, xp.zeros_like(total), multiplied(row.largest, units))
     statistics = RowStatistics(*(xp.squeeze(x, axis=-1) for x in (largest, log_total)))
@@ -56,7 +56,7 @@ def merge_sums(xp: Any, a: Sums, b: Sums, units: Units | None = None) -> Sums:
 
     def rebased(part: Sums) -> tuple[Array, Array]:
         scale = xp.exp(multiplied(part.largest - base, units))
-        # Scores that are all −inf gave NaN; beside finite ones they have no weight.
+        # A part with only −inf scores has NaN sums; its weight is 0 if another score is finite.
         counts = xp.logical_or(none, xp.not_equal(part.largest, -math.inf))
         out, total = (xp.where(counts, x * scale, xp.zeros_like(x)) for x in (part.out, part.total))
         return out, total
@@ -66,7 +66,7 @@ def merge_sums(xp: Any, a: Sums, b: Sums, units: Units | None = None) -> Sums:
 
 
 def statistics_of_lse(xp: Any, lse: Array) -> RowStatistics:
-    """Return row statistics from a log-sum-exp, which has no more digits than it has."""
+    """Return row statistics from a log-sum-exp; the digits that its rounding lost are not recovered."""
     empty = xp.equal(lse, -math.inf)
     zero = xp.zeros_like(lse)
     return RowStatistics(xp.where(empty, zero, lse), xp.where(empty, lse, zero))

@@ -1,7 +1,7 @@
-"""The plain kernel: attention as it is written, with all scores held at once. It runs everywhere.
+"""The plain kernel: the formula of attention, with all scores in one array. It runs on every backend.
 
-Vaswani et al., "Attention is all you need" (2017), equation 1. Everything is in
-float32 at least; excluded weights are exactly zero.
+Vaswani et al., "Attention is all you need" (2017), equation 1. It computes in
+at least float32; excluded weights are exactly zero.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ FLOAT32_MAX = constant((2 - 2**-23) * 2.0**127)
 
 
 class Scores(NamedTuple):
-    """The scores of a tile, in the units of their rows if they have any."""
+    """The scores of a tile, in the units of their rows."""
 
     scores: Array  # after scale, softcap and bias; −inf where excluded
-    capped: Array  # after scale and softcap, as the softcap's derivative needs it
+    capped: Array  # after scale and softcap, for the derivative of the softcap
     allowed: Array | None
     units: Units | None = None
 
 
 class Rows(NamedTuple):
-    """What the backward of a tile knows of its rows over all their keys."""
+    """The statistics of rows over all keys, which the backward of a tile needs."""
 
-    largest: Array  # (…, H, n_q), in the row's unit if it has one
+    largest: Array  # (…, H, n_q), in the units of the row
     log_total: Array  # (…, H, n_q)
     shift: Array  # dlse − rowsum(dout · out), (…, H, n_q)
     units: Units | None = None
 
 
 class PlainKernel:
-    """The formula of :func:`polyattn.attention`, and its backward beside it."""
+    """The formula of :func:`polyattn.attention`, and its backward."""
 
     name = "plain"
 
@@ -57,7 +57,7 @@ class PlainKernel:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Reverse the lines of the forward, with the scores computed again."""
+        """Return the gradients; the scores are computed again."""
         return backward_in_units(problem, dout, dlse, q, k, v, out, statistics, plain_rows, plain_gradients)
 
 
@@ -83,7 +83,7 @@ def attention_scores(q: Array, k: Array, problem: Problem, units: Units | None =
 
 
 def exponentials(x: Scores, problem: Problem) -> tuple[Array, Array, Array]:
-    """Return exp(score − largest), its sum over the keys and the sink, and the largest; zeros in an empty row."""
+    """Return exp(score − largest), its sum over the keys and the sink, and the largest score; 0 in an empty row."""
     xp, scores, allowed = problem.xp, x.scores, x.allowed
     largest = xp.max(scores, axis=-1, keepdims=True)  # (…, H, n_q, 1)
     some = None if allowed is None else xp.any(allowed, axis=-1, keepdims=True)
@@ -91,7 +91,7 @@ def exponentials(x: Scores, problem: Problem) -> tuple[Array, Array, Array]:
         sinks = divided(cast(xp, problem.sinks, scores.dtype)[:, None, None], x.units)  # (H, 1 or n_q, 1)
         largest = xp.maximum(largest, sinks)
         some = None if some is None else xp.logical_or(some, xp.greater(sinks, -math.inf))
-    if some is not None:  # decided by the masks: a row whose genuine scores are all −inf stays NaN
+    if some is not None:  # from the masks: a row with allowed scores that are all −inf stays NaN
         largest = xp.where(some, largest, xp.zeros_like(largest))
     exp = xp.exp(multiplied(scores - largest, x.units))  # (…, H, n_q, n_k)
     total = xp.sum(exp, axis=-1, keepdims=True)  # (…, H, n_q, 1)
@@ -101,7 +101,7 @@ def exponentials(x: Scores, problem: Problem) -> tuple[Array, Array, Array]:
 
 
 def normalised(x: Scores, largest: Array, log_total: Array, problem: Problem) -> Array:
-    """Return the weights from the row statistics, exactly zero where excluded, also in a row that has NaN."""
+    """Return the weights from the row statistics, exactly zero where excluded, also in a row with NaN."""
     xp, scores = problem.xp, x.scores
     largest, log_total = cast(xp, largest, scores.dtype), without_empty(xp, cast(xp, log_total, scores.dtype))
     weights = xp.exp(multiplied(scores - largest[..., None], x.units) - log_total[..., None])
@@ -109,7 +109,7 @@ def normalised(x: Scores, largest: Array, log_total: Array, problem: Problem) ->
 
 
 def sink_weights(largest: Array, log_total: Array, problem: Problem, units: Units | None = None) -> Array:
-    """Return the weight that every row gives to the sink of its head, ``(…, H, n_q)``."""
+    """Return the weight of the sink in each row, ``(…, H, n_q)``."""
     xp = problem.xp
     above = divided(cast(xp, problem.sinks, largest.dtype)[:, None, None], units) - largest[..., None]
     return xp.exp(xp.squeeze(multiplied(above, units), axis=-1) - without_empty(xp, log_total))
@@ -124,7 +124,7 @@ def without_empty(xp: Any, log_total: Array) -> Array:
 
 
 def forward_in_units(problem: Problem, q: Array, k: Array, v: Array, forward: Any) -> tuple[Array, RowStatistics]:
-    """Run ``forward(q, k, v, problem, units)``, with the rows in units where something may overflow."""
+    """Run ``forward(q, k, v, problem, units)``, with rows in units where a value may overflow."""
     xp = problem.xp
 
     def careful() -> tuple[Array, RowStatistics]:
@@ -143,14 +143,14 @@ def forward_in_units(problem: Problem, q: Array, k: Array, v: Array, forward: An
 def plain_forward(
     q: Array, k: Array, v: Array, problem: Problem, units: Units | None
 ) -> tuple[Array, RowStatistics]:  # fmt: skip
-    """Return out in float32 at least, divided once on the result, and the row statistics."""
+    """Return out, in at least float32, and the row statistics. The sums are divided once, at the end."""
     xp, rows = problem.xp, problem.sizes.scores[:-1]
     out, statistics = finished(xp, sums(q, k, v, problem, units), units)
     return expand(xp, out, (*rows, problem.sizes.d_v)), RowStatistics(*(expand(xp, x, rows) for x in statistics))
 
 
 def sums(q: Array, k: Array, v: Array, problem: Problem, units: Units | None = None) -> Sums:
-    """Return what a set of keys adds to each row: Σ exp(score) v and Σ exp(score), in units of the largest."""
+    """Return Σ exp(score) v and Σ exp(score) of each row over the keys, both divided by exp(largest)."""
     xp = problem.xp
     q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
     x = attention_scores(q_, k_, problem, units)  # (…, H, n_q, n_k)
@@ -165,11 +165,11 @@ def backward_in_units(
     problem: Problem, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
     statistics: RowStatistics, rows_of: Any, gradients: Any,
 ) -> AttentionGrads:  # fmt: skip
-    """Run ``gradients(dout, q, k, v, rows, problem)`` from the statistics, or from its own where scores are large.
+    """Run ``gradients(dout, q, k, v, rows, problem)``, with the row statistics computed again where scores are large.
 
-    Two computations of a large score, in the forward and in the backward or by two kernels, differ by its rounding:
-    exp makes that a factor of every weight of a row. ``rows_of(dout, q, k, v, problem, units)`` then gives the
-    statistics that belong to the very scores of ``gradients``, and rowsum(weights · dweights).
+    Two computations of a large score, by the forward and the backward or by two kernels, round it differently, and
+    exp makes the difference a factor of every weight of a row. ``rows_of(dout, q, k, v, problem, units)`` then
+    returns the statistics of the same scores that ``gradients`` computes, and rowsum(weights · dweights).
     """
     xp = problem.xp
 
@@ -198,9 +198,9 @@ def backward_in_units(
 def in_dtypes(
     problem: Problem, q: Array, k: Array, v: Array | None, grads: Any, rows: Rows, unit: Units | None = None
 ) -> AttentionGrads:  # fmt: skip
-    """Return all gradients in the dtypes of what they belong to, the sinks' too; ``unit`` is what they are divided by.
+    """Return all gradients, that of the sinks included, multiplied by ``unit`` and in the dtypes of their arguments.
 
-    A sink is one more score, whose weight meets no value.
+    A sink is one more score, without a value.
     """
     xp, sinks = problem.xp, problem.sinks
     dsinks = None
@@ -212,13 +212,13 @@ def in_dtypes(
 
 
 def plain_rows(dout: Array, q: Array, k: Array, v: Array, problem: Problem, units: Units | None) -> Sums:
-    """Return Σ exp(score) · dweight and Σ exp(score) of each row over its keys, in units of the largest."""
+    """Return Σ exp(score) · dweight and Σ exp(score) of each row over its keys, both divided by exp(largest)."""
     xp = problem.xp
     q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
     x = attention_scores(q_, k_, problem, units)
     exp, total, largest = exponentials(x, problem)
     dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)
-    # an excluded value may be NaN, and what comes back to a row without weights moves nothing
+    # an excluded value may be NaN, and so may dout of a row without weights: neither may reach the sum
     products = xp.where(xp.equal(exp, 0), xp.zeros_like(dweights), exp * dweights)
     return Sums(xp.sum(products, axis=-1, keepdims=True), total, largest)
 
@@ -226,7 +226,7 @@ def plain_rows(dout: Array, q: Array, k: Array, v: Array, problem: Problem, unit
 def plain_gradients(
     dout: Array, q: Array, k: Array, v: Array, rows: Rows, problem: Problem
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Return the gradients of q, k, v and the bias, in float32 at least."""
+    """Return the gradients of q, k, v and the bias, in at least float32."""
     xp = problem.xp
     q_, k_, v_ = (widen(xp, x) for x in (q, repeat_heads(k, problem), repeat_heads(v, problem)))
     dout = widen(xp, dout)
@@ -237,7 +237,7 @@ def plain_gradients(
     kept = xp.matrix_transpose(dropped(weights, problem))
     dv = matmul_excluding(problem.backend, kept, dout, transposed(xp, x.allowed))  # (…, H, n_k, d_v)
     dweights = dropped(xp.matmul(dout, xp.matrix_transpose(v_)), problem)  # (…, H, n_q, n_k)
-    # weights = softmax(scores): its Jacobian, with rowsum(weights · dweights) = rowsum(dout · out)
+    # weights = softmax(scores); rowsum(weights · dweights) = rowsum(dout · out)
     dscores = weights * (dweights + rows.shift[..., None])
     dq, dk, dbias = scores_backward(dscores, q_, k_, x.capped, x.allowed, problem)
     return unbroadcast(xp, dq, q.shape), sum_heads(dk, k, problem), sum_heads(dv, v, problem), dbias
@@ -246,7 +246,7 @@ def plain_gradients(
 def scores_backward(
     dscores: Array, q: Array, k: Array, capped: Array, allowed: Array | None, problem: Problem
 ) -> tuple[Array, Array, Array | None]:
-    """Return the gradients of q, k (with its heads repeated) and the bias; ``dscores`` counts only where allowed."""
+    """Return the gradients of q, k (with repeated heads) and the bias; excluded ``dscores`` are ignored."""
     xp, backend = problem.xp, problem.backend
     zero = xp.zeros_like(dscores)
     if allowed is not None:
@@ -256,7 +256,7 @@ def scores_backward(
     if problem.softcap is not None:
         dscores = dscores * (1 - (capped / problem.softcap) ** 2)
         if allowed is not None:
-            dscores = xp.where(allowed, dscores, zero)  # again: an excluded score may be NaN
+            dscores = xp.where(allowed, dscores, zero)  # a second time: an excluded score may be NaN
     dscores = dscores * problem.scale
     dq = matmul_excluding(backend, dscores, k, allowed)  # (…, H, n_q, d_k)
     dk = matmul_excluding(backend, xp.matrix_transpose(dscores), q, transposed(xp, allowed))  # (…, n_k, d_k)
@@ -264,12 +264,12 @@ def scores_backward(
 
 
 def nonzero(xp: Any, total: Array) -> Array:
-    """Return the softmax's denominator, 1 in an empty row: its zeros stay zeros."""
+    """Return the denominator of the softmax, or 1 in an empty row, so that its zeros stay zeros."""
     return xp.where(xp.equal(total, 0), xp.ones_like(total), total)
 
 
 def dropped(weights: Array, problem: Problem) -> Array:
-    """Return the weights after inverted dropout; linear, so the same function is its own backward."""
+    """Return the weights after inverted dropout. The function is linear and elementwise, hence its own backward."""
     if problem.dropout == 0:
         return weights
     xp = problem.xp
@@ -279,7 +279,7 @@ def dropped(weights: Array, problem: Problem) -> Array:
 
 
 def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
-    """Sum the score gradient over the axes along which the bias was broadcast, or over what a table was read for."""
+    """Return the gradient of the bias, or of its table, from the gradient of the scores; sum over broadcast axes."""
     bias = problem.bias
     if isinstance(bias, StructuredBias):
         return bias.gradient(dscores, problem)
@@ -287,27 +287,27 @@ def bias_gradient(dscores: Array, problem: Problem) -> Array | None:
 
 
 def row_sum(xp: Any, dout: Array, out: Array) -> Array:
-    """Return Σ dout · out of each row; 0 in an empty one, whose upstream, NaN or not, moves no sink."""
+    """Return Σ dout · out of each row; 0 in an empty row, also if dout is NaN there."""
     empty = xp.all(xp.equal(out, 0), axis=-1)
     total = xp.sum(dout * out, axis=-1)
     return xp.where(empty, xp.zeros_like(total), total)
 
 
 def narrowed(xp: Any, bias: Array, dtype: Any) -> Array:
-    """Return the bias in the dtype of the scores; what is finite stays so, since only −inf excludes."""
+    """Return the bias in the dtype of the scores; finite values stay finite, because −inf would exclude a pair."""
     if dtype_name(bias.dtype) == "float64" != dtype_name(dtype):
         bias = xp.where(xp.isfinite(bias), xp.clip(bias, -FLOAT32_MAX(), FLOAT32_MAX()), bias)
     return cast(xp, bias, dtype)
 
 
 def repeat_heads(x: Array, problem: Problem) -> Array:
-    """Give every query head its own copy of the key or value head that it reads."""
+    """Repeat the key or value heads, so that there is one for each query head."""
     groups = problem.sizes.heads // problem.sizes.kv_heads
     return x if groups == 1 else problem.xp.repeat(x, groups, axis=-3)
 
 
 def sum_heads(dx: Array, x: Array, problem: Problem) -> Array:
-    """Reverse :func:`repeat_heads` and the broadcasting of the leading axes."""
+    """Sum over the repeats of each head and over broadcast leading axes: the backward of :func:`repeat_heads`."""
     xp: Any = problem.xp
     groups = problem.sizes.heads // problem.sizes.kv_heads
     if groups != 1:
@@ -317,5 +317,5 @@ def sum_heads(dx: Array, x: Array, problem: Problem) -> Array:
 
 
 def transposed(xp: Any, allowed: Array | None) -> Array | None:
-    """Swap queries and keys in a mask."""
+    """Transpose the query and key axes of a mask."""
     return None if allowed is None else xp.matrix_transpose(allowed)

@@ -1,4 +1,4 @@
-"""The mask of a prefix language model: everything sees the prefix, and what follows it is causal."""
+"""The mask of a prefix language model: all queries see the prefix; the keys after it are causal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ._structure import StructuredMask
 
 @dataclass(frozen=True)
 class PrefixMask(StructuredMask):
-    """Keys of the prefix, and keys at positions up to the query's own."""
+    """Allow the keys of the prefix and the keys up to the position of the query."""
 
     lengths: tuple[int, ...]
     axes: tuple[int, ...] = ()
-    """The batch axes that the lengths have."""
+    """The shape of the lengths, which broadcasts to the batch axes."""
 
     def expect_fit(self, sizes: Sizes) -> None:
-        """Require lengths for the batch; a prefix may be longer than the keys so far."""
+        """Require lengths that broadcast to the batch; a prefix may be longer than the keys."""
         if not broadcasts(self.axes, sizes.batch):
             raise ShapeError(
                 f"mask: expected prefix lengths that broadcast to the axes before the heads {sizes.batch}, "
@@ -28,7 +28,7 @@ class PrefixMask(StructuredMask):
             )
 
     def pairs(self, problem: Problem) -> Array:
-        """Compare keys with the prefix, and with the query."""
+        """Compare the positions of keys with the prefix length and with the positions of queries."""
         xp = problem.xp
         lengths = xp.asarray(self.lengths, dtype=xp.int32, device=problem.native_device)
         lengths = xp.reshape(lengths, (*self.axes, 1, 1, 1))
@@ -36,7 +36,7 @@ class PrefixMask(StructuredMask):
         return xp.logical_or(in_prefix, xp.less_equal(distances(problem), 0))  # (…, 1, n_q, n_k)
 
     def reach(self, problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
-        """Compare the ends of the tile."""
+        """Compare the first and last positions of the tile."""
         shortest, longest = min(self.lengths), max(self.lengths)
         if not isinstance(problem.q_offset, int):
             return True, j_last < shortest

@@ -1,4 +1,4 @@
-"""The attention problem: everything that a kernel is told besides q, k and v, and the kernel's own contract."""
+"""The attention problem, which is all arguments of a kernel except q, k and v, and the protocol of a kernel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ._structure import StructuredBias, StructuredMask
 
 
 class RowStatistics(NamedTuple):
-    """What the softmax of each row was divided by, as two numbers: a row's log-sum-exp without loss of digits.
+    """The log-sum-exp of each row as two numbers, without loss of digits.
 
-    A weight is ``exp((score − largest) − log_total)``. Their sum alone would lose digits where scores are large. In a
-    row that may attend to nothing they are 0 and −inf.
+    A weight is ``exp((score − largest) − log_total)``. The sum of the two would lose digits where scores are large.
+    In a row that may attend to nothing they are 0 and −inf.
     """
 
     largest: Array
-    """The largest score of the row, the sink included, or 0 where scores are so small that no digit is lost.
+    """The largest score of the row, the sink included; or 0 where scores are so small that the sum loses no digit.
 
     (…, H, n_q), in float32 or wider.
     """
@@ -31,14 +31,14 @@ class RowStatistics(NamedTuple):
         return self.largest + self.log_total
 
     def reshaped(self, xp: Any, shape: tuple[int, ...]) -> RowStatistics:
-        """Return them in another shape."""
+        """Return both arrays in another shape."""
         return RowStatistics(xp.reshape(self.largest, shape), xp.reshape(self.log_total, shape))
 
 
 class AttentionGrads(NamedTuple):
-    """The gradients of :func:`polyattn.attention`; None for absent sinks, and for a bias without an array of its own.
+    """The gradients of :func:`polyattn.attention`; None for absent sinks, and for a bias without an array.
 
-    Of a bias of relative positions it is the table's.
+    For a relative position bias, ``bias`` is the gradient of its table.
     """
 
     q: Array
@@ -49,7 +49,7 @@ class AttentionGrads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The axis lengths of an attention problem. ``batch`` is what q, k and v broadcast to before the head axis."""
+    """The axis lengths of an attention problem. ``batch`` is the broadcast shape of the axes before the head axis."""
 
     batch: tuple[int, ...]
     heads: int
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no score at all."""
+        """Whether the problem has no scores."""
         return 0 in self.scores
 
 
@@ -74,9 +74,9 @@ class Sizes(NamedTuple):
 class Problem(Record):
     """One attention problem, as :func:`polyattn.attention` documents its arguments. Immutable.
 
-    ``backend`` is handed over for its namespace and its hooks; kernels know none by name.
+    Kernels use the namespace and the hooks of ``backend``, and name no backend themselves.
     Array arguments are native; ``q_offset``, ``key_lengths`` and ``seed`` are Python integers where they are static.
-    A kernel that does not know structured masks and biases declines where ``structured`` is true.
+    A kernel without structured masks and biases does not support a problem where ``structured`` is true.
     """
 
     backend: Any
@@ -99,11 +99,11 @@ class Problem(Record):
     q_segments: Array | None = None
     k_segments: Array | None = None
     origin: tuple[int | Array, int | Array] = (0, 0)
-    """Where this problem's queries and keys start, if it is a tile; keys at a multiple of 4. Dropout counts from it."""
+    """The first query and key of a tile in the whole problem. Keys start at a multiple of 4, for dropout."""
     rows: int | None = None
-    """The queries of the whole problem, if this is a tile of it."""
+    """For a tile, the number of queries of the whole problem."""
     table: Array | None = None
-    """What a structured bias takes its values from; the gradient of the bias is then its own."""
+    """The array of values of a structured bias. The gradient of the bias is then the gradient of this table."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = (
         "q_offset", "key_lengths", "seed", "mask", "bias", "sinks", "q_segments", "k_segments", "origin", "table",
@@ -112,17 +112,17 @@ class Problem(Record):
 
     @property
     def structured(self) -> bool:
-        """Whether the mask or the bias is an object that computes it, in place of an array."""
+        """Whether the mask or the bias is a structured object, not an array."""
         return isinstance(self.mask, StructuredMask) or isinstance(self.bias, StructuredBias)
 
     @property
     def bias_array(self) -> Array | None:
-        """The array that the gradient of the bias is of: the bias, or the table of a structured one."""
+        """The array that receives the gradient of the bias: the bias, or the table of a structured bias."""
         return self.table if isinstance(self.bias, StructuredBias) else self.bias
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """How far before and after its own position a query sees: the window, cut short by causality."""
+        """How far before and after its own position a query sees: the window, with 0 on the right if causal."""
         return (self.window[0], 0) if self.causal else self.window
 
     @property
@@ -132,34 +132,34 @@ class Problem(Record):
 
     @property
     def native_device(self) -> Any:
-        """The library's device object, for creations."""
+        """The device object of the library, for the creation of arrays."""
         return self.backend.native_device(self.device)
 
 
 class Kernel(Protocol):
     """An algorithm for attention.
 
-    A kernel sees native arrays of its backend's library with a head axis, after
-    validation and conversion, and never an empty axis. Its backward accepts the
+    A kernel receives native arrays of its backend's library with a head axis, after
+    validation and conversion; no axis is empty. Its backward accepts the
     ``(out, statistics)`` of any kernel.
 
-    A kernel whose library gives it one rounded log-sum-exp a row says so by an attribute ``joins_statistics = True``:
-    its own backward knows that, and :func:`with_statistics` makes the digits up for what else looks at them.
+    A kernel with only a rounded log-sum-exp for each row has an attribute ``joins_statistics = True``. Its own backward
+    accepts these statistics; for other uses, :func:`with_statistics` computes them again without loss of digits.
     """
 
     name: str
 
     def supports(self, problem: Problem) -> str | None:
-        """Return None, or the reason why this kernel does not compute the problem."""
+        """Return None if the kernel supports the problem, else the reason why not."""
         ...
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Return ``out (…, H, n_q, d_v)`` in the inputs' dtype and the statistics of its rows."""
+        """Return ``out (…, H, n_q, d_v)`` in the inputs' dtype, and the row statistics."""
         ...
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Return the gradients; None for what the problem does not have."""
+        """Return the gradients; None for arguments that the problem does not have."""
         ...

@@ -1,4 +1,4 @@
-"""Records of arrays: flattened to a tuple of arrays, and rebuilt.
+"""Records of arrays: flattening to a tuple of arrays, and rebuilding.
 
 A record is an array, None, a number, a tuple, a NamedTuple, a dict or a :class:`Record`, nested. Automatic
 differentiation and compilers need flat arrays; :func:`flatten` is the one place that makes them.
@@ -14,39 +14,39 @@ from ._structure import StructuredBias, StructuredMask
 
 __all__ = ["Record", "Structure", "flatten"]
 
-NUMBERS = (bool, int, float, str)  # by exact type: NumPy's float64 scalar is a float too, and it is an array
+NUMBERS = (bool, int, float, str)  # exact types: NumPy's float64 scalar is a subclass of float, and is an array
 STRUCTURED = (StructuredMask, StructuredBias)
 
 
 class Record:
     """A frozen dataclass that holds arrays in the fields that ``ARRAYS`` names. The other fields are static.
 
-    ``flattened`` and ``unflattened`` are what :meth:`polyattn.backend.Backend.register` asks of a class. Static
-    fields can be hashed and compared. A field of ``ARRAYS`` that holds no array (None, a number, a structured mask)
+    :meth:`polyattn.backend.Backend.register` requires ``flattened`` and ``unflattened``. Static fields can be
+    hashed and compared. A field of ``ARRAYS`` that holds no array (None, a number, a structured mask)
     is static too.
     """
 
     ARRAYS: ClassVar[tuple[str, ...]] = ()
 
     def flattened(self) -> tuple[tuple[Array, ...], Structure]:
-        """Return the arrays, and what rebuilds the record from as many arrays."""
+        """Return the arrays, and the structure that rebuilds the record from as many arrays."""
         return flatten(self)
 
     @classmethod
     def unflattened(cls, structure: Structure, arrays: Sequence[Array]) -> Self:
-        """Return the record with these arrays in the places of the old ones."""
+        """Return a record of this structure with other arrays."""
         record: Self = structure.build(arrays)
         return record
 
 
 class Leaf(NamedTuple):
-    """An array, by its number among the flat arrays."""
+    """An array, given by its index in the flat arrays."""
 
     number: int
 
 
 class Static(NamedTuple):
-    """A value that is no array."""
+    """A value that is not an array."""
 
     value: Any
 
@@ -60,14 +60,14 @@ class Node(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """What a record is besides its arrays. It can be hashed and compared, and keeps no array alive."""
+    """A record without its arrays. It can be hashed and compared, and holds no reference to an array."""
 
     root: Leaf | Static | Node
     names: tuple[str, ...]
-    """The field of each flat array."""
+    """The field name of each flat array."""
 
     def build(self, arrays: Sequence[Array]) -> Any:
-        """Return the record with these arrays."""
+        """Return a record with these arrays."""
         return _built(self.root, arrays)
 
 

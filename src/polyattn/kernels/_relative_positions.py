@@ -1,4 +1,4 @@
-"""Learnt biases by relative position, in buckets that widen with the distance."""
+"""Learnt biases by relative position, in buckets that are wider at larger distances, as in T5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._structure import StructuredBias
 
 @dataclass(frozen=True)
 class RelativePositionBias(StructuredBias):
-    """table[bucket(position of the key − position of the query)], a column of the table for each head."""
+    """table[bucket(position of the key − position of the query)], with one column of the table for each head."""
 
     num_buckets: int
     bidirectional: bool
@@ -26,11 +26,11 @@ class RelativePositionBias(StructuredBias):
     table: Array | None = field(default=None, compare=False, repr=False)  # (buckets, H)
 
     def without_table(self) -> RelativePositionBias:
-        """Return what is static of it."""
+        """Return the bias without its table: its static fields."""
         return replace(self, table=None)
 
     def expect_fit(self, sizes: Sizes) -> None:
-        """Require a column for each head."""
+        """Require one row for each bucket and one column for each head."""
         shape = None if self.table is None else tuple(self.table.shape)
         if shape != (self.num_buckets, sizes.heads):
             raise ShapeError(
@@ -38,15 +38,15 @@ class RelativePositionBias(StructuredBias):
             )
 
     def pairs(self, problem: Problem) -> Array:
-        """Take the values of each distance from the table, and lay them along the diagonals."""
+        """Take the value of each distance from the table, and place it along its diagonal."""
         return self._spread(problem, problem.table)
 
     def allowed(self, problem: Problem) -> Array | None:
-        """Look for −inf in the table."""
+        """Return False where the table is −inf."""
         return self._spread(problem, problem.xp.not_equal(problem.table, -math.inf))
 
     def gradient(self, dscores: Array, problem: Problem) -> Array:
-        """Add up the diagonals, then the distances of each bucket: the lines of ``pairs`` reversed."""
+        """Sum over each diagonal, then over the distances of each bucket: the backward of ``pairs``."""
         xp, heads = problem.xp, problem.sizes.heads
         buckets = self._buckets(problem)  # (…, distances)
         values = diagonal_sums(xp, dscores)  # (…, H, distances)
@@ -65,7 +65,7 @@ class RelativePositionBias(StructuredBias):
         return along_diagonals(xp, values, problem.sizes.n_q, problem.sizes.n_k)
 
     def _buckets(self, problem: Problem) -> Array:
-        """Return the bucket of each distance that the problem has, from the last query and first key on."""
+        """Return the bucket of each distance, from that of the last query and first key upwards."""
         xp, device = problem.xp, problem.native_device
         n_q, n_k = problem.sizes.n_q, problem.sizes.n_k
         steps = xp.arange(1 - n_q, n_k, dtype=xp.int32, device=device)
@@ -76,17 +76,17 @@ class RelativePositionBias(StructuredBias):
         starts = xp.asarray(bucket_starts(concrete(side), concrete(self.max_distance)), dtype=xp.int32, device=device)
         passed = cast(xp, xp.greater_equal(away[..., None], starts), xp.int32)  # (…, distances, side − 1)
         bucket = xp.sum(passed, axis=-1, dtype=xp.int32)
-        if self.bidirectional:  # keys after the query have the second half
+        if self.bidirectional:  # the second half is for keys after the query
             bucket = xp.where(xp.greater(distance, 0), xp.add(bucket, side), bucket)
         return bucket
 
 
 @constant_result
 def bucket_starts(num_buckets: int, max_distance: int) -> tuple[int, ...]:
-    """Return the least distance of every bucket after the first, in exact integers: the same on every library.
+    """Return the smallest distance of each bucket after the first, in exact integers: the same on every library.
 
-    The first half holds one distance each; bucket e + s of the others, with e exact ones and S of them, starts at
-    e · (max_distance / e)^(s / S), which is the least n with n^S ≥ e^(S − s) · max_distance^s.
+    The first e buckets, half of them, hold one distance each. Of the S other buckets, bucket e + s starts at
+    e · (max_distance / e)^(s / S), rounded up: the smallest n with n^S ≥ e^(S − s) · max_distance^s.
     """
     return _bucket_starts(num_buckets, max_distance)
 
@@ -100,7 +100,7 @@ def _bucket_starts(num_buckets: int, max_distance: int) -> tuple[int, ...]:
 
 
 def along_diagonals(xp: Any, x: Array, n_q: int, n_k: int) -> Array:
-    """Return y (…, n_q, n_k) with y[i, j] = x[j − i + n_q − 1]: rows of one period more are a shift of each other."""
+    """Return y (…, n_q, n_k) with y[i, j] = x[j − i + n_q − 1], by repeats of x and a reshape to rows one shorter."""
     lead, period = x.shape[:-1], n_q + n_k
     x = xp.concat([x, x[..., :1]], axis=-1)
     x = xp.reshape(xp.broadcast_to(x[..., None, :], (*lead, n_q, period)), (*lead, n_q * period))
@@ -108,7 +108,7 @@ def along_diagonals(xp: Any, x: Array, n_q: int, n_k: int) -> Array:
 
 
 def diagonal_sums(xp: Any, dy: Array) -> Array:
-    """Reverse :func:`along_diagonals`: return the sums (…, n_q + n_k − 1) over j − i of ``dy`` (…, n_q, n_k)."""
+    """Return the sum of ``dy`` (…, n_q, n_k) over each diagonal j − i: the backward of :func:`along_diagonals`."""
     *lead, n_q, n_k = dy.shape
     period = n_q + n_k
     dy = xp.flip(widen(xp, dy), axis=-2)

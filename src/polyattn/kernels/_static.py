@@ -1,4 +1,4 @@
-"""What a compiled program is compiled for: torch.compile traces Python, and these functions say where it need not."""
+"""Static values and constants in functions that torch.compile traces."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["concrete", "constant", "constant_result"]
 
 
 def constant_result(function: Function) -> Function:
-    """Mark a function whose result is a constant of the program: it is called while torch compiles, and not traced.
+    """Mark a function that returns a constant: torch.compile calls it at compile time and does not trace it.
 
-    Its arguments are constants too, numbers by way of :func:`concrete`. This is
-    ``torch.compiler.assume_constant_result``, without importing torch.
+    Its arguments must be constants too; :func:`concrete` makes numbers constant. Same as
+    ``torch.compiler.assume_constant_result``, without the import of torch.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def constant(value: Value) -> Callable[[], Value]:
-    """Return a function that returns a constant of a module.
+    """Return a function that returns ``value``, a constant of a module.
 
-    With ``dynamic=True`` torch.compile makes floats of modules symbolic, and fails where two subgraphs, those of
-    two operations with a backward, read the same one.
+    With ``dynamic=True``, torch.compile makes module-level floats symbolic, and fails if two subgraphs read the same
+    one; each operation with a backward has its own subgraph.
     """
     return constant_result(lambda: value)
 
 
 def concrete(x: Any) -> Any:
-    """Return a number, or a tuple, named tuple or list of them, by value where torch.compile has made them symbolic.
+    """Return a number, or a tuple, named tuple or list of numbers, with concrete values in place of symbolic ones.
 
-    The program is then compiled for these values, and again for others.
+    torch.compile then specialises the program for these values, and compiles again for other values.
     """
     if isinstance(x, tuple):
         values = [concrete(y) for y in x]
@@ -42,6 +42,6 @@ def concrete(x: Any) -> Any:
     if isinstance(x, list):
         return [concrete(y) for y in x]
     if isinstance(x, int | float) and not isinstance(x, bool):
-        ((value, _),) = itertools.groupby((x,))  # itself, in Python; torch.compile groups values, in a subgraph too
+        ((value, _),) = itertools.groupby((x,))  # x; torch.compile makes it concrete, also in a subgraph
         return value
     return x

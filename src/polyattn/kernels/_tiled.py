@@ -1,15 +1,15 @@
-"""The generic kernel: linear memory, everywhere. Scores exist one tile at a time, forward and backward.
+"""The generic kernel: linear memory, on every backend. Forward and backward hold the scores of one tile at a time.
 
-A tile of queries and keys is an attention problem of its own, which the plain
-kernel computes; the sums over the keys are joined in units of the largest score
-(Rabe and Staats, "Self-attention does not need O(n²) memory", 2021; Dao et al.,
-"FlashAttention", 2022). The backward computes each tile's weights again from
-the statistics of the whole row.
+A tile of queries and keys is an attention problem that the plain kernel computes.
+The sums over the tiles of keys are merged relative to the largest score (Rabe
+and Staats, "Self-attention does not need O(n²) memory", 2021; Dao et al.,
+"FlashAttention", 2022). The backward computes the weights of each tile again
+from the statistics of the whole row.
 
-Tiles that static arguments exclude are never visited, and those that they leave
-whole are computed without a mask. The loop goes through the backend's ``scan``,
-so that a traced program does not grow with the sequence: all tiles of one loop
-have the same shape, and where it starts may be traced.
+Tiles that static arguments exclude are skipped, and tiles in which they exclude
+no pair are computed without a mask. The loop is the backend's ``scan``, so that
+the size of a traced program does not depend on the length of the sequence: all
+tiles of one loop have the same shape, and their starts may be traced.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ._structure import StructuredBias, StructuredMask
 from ._units import LARGE, Units, divided, magnitude
 
 PLAIN = PlainKernel()
-SCORES = 2**20  # of one tile over all heads: 4 MiB in float32, and a handful of such arrays at a time
+SCORES = 2**20  # of a tile, over all heads: 4 MiB in float32; a few such arrays exist at one time
 LEAST, MOST = 128, 1024
 
 
 class Tile(NamedTuple):
-    """Where a tile starts, among the queries and among the keys: integers, or 0-d arrays in a traced loop."""
+    """The first query and the first key of a tile: integers, or 0-d arrays in a traced loop."""
 
     query: int | Array
     key: int | Array
 
 
 class Loop(NamedTuple):
-    """Tiles of one shape. ``whole``: what is known before it is computed excludes nothing in any of them."""
+    """Tiles of one shape. ``whole``: static arguments exclude no pair of any of the tiles."""
 
     n_q: int
     n_k: int
@@ -49,7 +49,7 @@ class Loop(NamedTuple):
 
 
 class TiledKernel:
-    """Attention tile by tile: the plain kernel's sums over each, joined over the keys."""
+    """Attention tile by tile: the sums of the plain kernel over each tile, merged over the keys."""
 
     name = "tiled"
 
@@ -58,7 +58,7 @@ class TiledKernel:
         return None
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Start from nothing but the sinks, and join in the tiles."""
+        """Return out and the row statistics: the sums of the tiles and the sinks, merged."""
         if in_one_tile(problem):
             return PLAIN.forward(q, k, v, problem)
         return forward_in_units(problem, q, k, v, tiled_forward)
@@ -67,26 +67,26 @@ class TiledKernel:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Add up the gradients of the tiles, each from the statistics of its whole rows."""
+        """Return the sum of the gradients of the tiles, each computed with the statistics of the whole rows."""
         if in_one_tile(problem):
             return PLAIN.backward(dout, dlse, q, k, v, out, statistics, problem)
         return backward_in_units(problem, dout, dlse, q, k, v, out, statistics, tiled_rows, tiled_gradients)
 
 
 def in_one_tile(problem: Problem) -> bool:
-    """Say whether all scores fit into one tile."""
+    """Return whether all scores fit into one tile."""
     return tile_lengths(problem.sizes) == (problem.sizes.n_q, problem.sizes.n_k)
 
 
 def tiled_forward(
     q: Array, k: Array, v: Array, problem: Problem, units: Units | None
 ) -> tuple[Array, RowStatistics]:  # fmt: skip
-    """Return out in float32 at least, and the row statistics."""
+    """Return out, in at least float32, and the row statistics."""
     return finished(problem.xp, tiled_sums(q, k, v, problem, units), units)
 
 
 def tiled_sums(q: Array, k: Array, v: Array, problem: Problem, units: Units | None) -> Sums:
-    """Return Σ exp(score) v and Σ exp(score) of each row over its keys and the sink, in units of the largest."""
+    """Return Σ exp(score) v and Σ exp(score) of each row over its keys and the sink, divided by exp(largest)."""
 
     def sums_of(q_t: Array, k_t: Array, v_t: Array, tile: Tile, part: Problem) -> Sums:
         return sums(q_t, k_t, v_t, part, units=units_at(part, units, tile))
@@ -95,13 +95,13 @@ def tiled_sums(q: Array, k: Array, v: Array, problem: Problem, units: Units | No
 
 
 def with_statistics(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-    """Return a kernel's out, and row statistics that have lost no digit."""
+    """Return out of a kernel, and row statistics without loss of digits."""
     out, statistics = kernel.forward(q, k, v, problem)
     return out, unrounded(kernel, q, k, statistics, problem)
 
 
 def unrounded(kernel: Kernel, q: Array, k: Array, statistics: RowStatistics, problem: Problem) -> RowStatistics:
-    """Return the row statistics, computed again where a kernel gave a rounded log-sum-exp and its rounding shows."""
+    """Return the row statistics, computed again if a kernel returned a rounded log-sum-exp and scores are large."""
     if not getattr(kernel, "joins_statistics", False):
         return statistics
     xp = problem.xp
@@ -115,7 +115,7 @@ def unrounded(kernel: Kernel, q: Array, k: Array, statistics: RowStatistics, pro
 
 
 def tiled_rows(dout: Array, q: Array, k: Array, v: Array, problem: Problem, units: Units | None) -> Sums:
-    """Return Σ exp(score) · dweight and Σ exp(score) of each row over its keys, in units of the largest."""
+    """Return Σ exp(score) · dweight and Σ exp(score) of each row over its keys, divided by exp(largest)."""
 
     def rows_of(q_t: Array, k_t: Array, v_t: Array, tile: Tile, part: Problem) -> Sums:
         dout_t = cut(part, dout, tile.query, part.sizes.n_q, -2)
@@ -128,7 +128,7 @@ def joined_tiles(
     q: Array, k: Array, v: Array, problem: Problem, units: Units | None, features: int,
     of_tile: Callable[[Array, Array, Array, Tile, Problem], Sums],
 ) -> Sums:  # fmt: skip
-    """Return the sums of all rows, joined over the tiles of keys, from nothing but the sinks on."""
+    """Return the sums of all rows, merged over the sink and the tiles of keys."""
     sizes, xp = problem.sizes, problem.xp
     dtype, device, rows = wide(xp, q.dtype), problem.native_device, sizes.scores[:-1]
     zero = xp.zeros((*rows, 1), dtype=dtype, device=device)
@@ -152,7 +152,7 @@ def joined_tiles(
 def tiled_gradients(
     dout: Array, q: Array, k: Array, v: Array, rows: Rows, problem: Problem
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Return the gradients of q, k, v and the bias, in float32 at least."""
+    """Return the gradients of q, k, v and the bias, in at least float32."""
     xp, bias = problem.xp, problem.bias_array
     totals = tuple(None if x is None else xp.zeros_like(x, dtype=wide(xp, x.dtype)) for x in (q, k, v, bias))
 
@@ -175,27 +175,27 @@ def tiled_gradients(
 
 
 def rows_at(part: Problem, rows: Rows, tile: Tile) -> Rows:
-    """Cut a tile's rows out of what is known of all rows."""
+    """Slice the rows of a tile from the statistics of all rows."""
     largest, log_total, shift = (cut(part, x, tile.query, part.sizes.n_q, -1) for x in rows[:3])
     return Rows(largest, log_total, shift, units_at(part, rows.units, tile))
 
 
 def units_at(part: Problem, units: Units | None, tile: Tile) -> Units | None:
-    """Cut a tile's rows out of the units of all rows."""
+    """Slice the rows of a tile from the units of all rows."""
     return None if units is None else Units(*(cut(part, x, tile.query, part.sizes.n_q, -2) for x in units))
 
 
 def tile_lengths(sizes: Sizes) -> tuple[int, int]:
-    """Return how many queries and keys a tile has: square where it can be, all of them where they are few."""
+    """Return the numbers of queries and keys of a tile: equal if possible, and all of them if they are few."""
     room = SCORES // max(math.prod(sizes.scores[:-2]), 1)
-    side = next((n for n in range(MOST, LEAST, -64) if n * n <= room), LEAST)  # comparisons can be traced, isqrt not
+    side = next((n for n in range(MOST, LEAST, -64) if n * n <= room), LEAST)  # torch.compile cannot trace isqrt
     n_q = min(sizes.n_q, side)
     n_k = min(sizes.n_k, max(side, room // n_q // 64 * 64))
     return n_q, n_k
 
 
 def over_tiles(problem: Problem, body: Callable[[Any, Tile, Problem], Any], carry: Any) -> Any:
-    """Run ``carry = body(carry, tile, problem of the tile)`` for every tile that has something in it."""
+    """Run ``carry = body(carry, tile, problem of the tile)`` for each tile that may have an allowed pair."""
     for loop in loops(problem):
 
         def step(carry: Any, index: Any, loop: Loop = loop) -> tuple[Any, tuple[()]]:
@@ -207,7 +207,7 @@ def over_tiles(problem: Problem, body: Callable[[Any, Tile, Problem], Any], carr
 
 
 def tile_at(problem: Problem, tiles: tuple[Tile, ...], index: int | Array) -> Tile:
-    """Return a tile of a loop: its integers for an integer, 0-d arrays for a traced index."""
+    """Return a tile of a loop: of integers for an integer index, of 0-d arrays for a traced index."""
     if isinstance(index, int):
         return tiles[index]
     xp = problem.xp
@@ -216,7 +216,7 @@ def tile_at(problem: Problem, tiles: tuple[Tile, ...], index: int | Array) -> Ti
 
 
 def loops(problem: Problem) -> Iterator[Loop]:
-    """Yield the tiles of a problem, those of one shape together, whole ones apart; without those that are empty."""
+    """Yield loops over the tiles of a problem: one for each shape, whole or not. Fully excluded tiles are skipped."""
     sizes = problem.sizes
     step_q, step_k = tile_lengths(sizes)
     if isinstance(problem.mask, StructuredMask):
@@ -235,17 +235,18 @@ def loops(problem: Problem) -> Iterator[Loop]:
 
 
 def _spans(n: int, step: int) -> list[tuple[int, Sequence[int]]]:
-    """Return the length and the starts of the full tiles, and those of the rest."""
-    if n <= step:  # no range, for which torch.compile would take n by value
+    """Return (length, starts) of the full tiles, and of the shorter last tile if there is a remainder."""
+    if n <= step:  # not ``range``, for which torch.compile would specialise n
         return [(n, (0,))]
     full = n // step * step
     return [(step, range(0, full, step)), *([(n - full, (full,))] if full < n else [])]
 
 
 def _reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
-    """Say whether a tile may have a pair that is allowed, and whether all are, by what is known before it is computed.
+    """Return whether a tile may have an allowed pair, and whether all its pairs are allowed, from static values.
 
-    Where causality, window or lengths depend on an array nothing is known: there may be one, and it may not be all.
+    If causality, window or lengths depend on an array, the first may be True without an allowed pair, and the second
+    is False.
     """
     some, everything = _reach_of_positions(problem, i, i_last, j, j_last)
     if not (some and isinstance(problem.mask, StructuredMask)):
@@ -274,7 +275,7 @@ def _reach_of_positions(problem: Problem, i: int, i_last: int, j: int, j_last: i
 
 
 def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
-    """Return the problem of one tile, its positions counted from where the tile starts."""
+    """Return the problem of one tile, with positions relative to the start of the tile."""
     i, j = tile
     part = replace(
         problem,
@@ -297,7 +298,7 @@ def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
 
 
 def allowed_in(problem: Problem, rows: slice, keys: slice) -> Array | None:
-    """Return which of these pairs may attend, as :func:`allowed` does for the whole problem; None where all may."""
+    """Return the allowed pairs among these rows and keys, as :func:`allowed` for the whole problem; None if all."""
     if (rows, keys) == (slice(0, problem.sizes.n_q), slice(0, problem.sizes.n_k)):
         return allowed(problem)
     loop = Loop(rows.stop - rows.start, keys.stop - keys.start, False, ())
@@ -305,7 +306,7 @@ def allowed_in(problem: Problem, rows: slice, keys: slice) -> Array | None:
 
 
 def cut(problem: Problem, x: Array, start: int | Array, length: int, axis: int) -> Array:
-    """Return ``length`` entries of ``x`` from ``start`` on, along an axis counted from the end."""
+    """Return ``length`` entries of ``x`` from ``start``, along an axis with a negative number."""
     if isinstance(start, int):
         return x[(..., slice(start, start + length), *(slice(None),) * (-1 - axis))]
     xp = problem.xp
@@ -314,13 +315,13 @@ def cut(problem: Problem, x: Array, start: int | Array, length: int, axis: int) 
 
 
 def add_at(problem: Problem, total: Array, x: Array, starts: tuple[int | Array | None, int | Array | None]) -> Array:
-    """Return ``total`` with ``x`` added where a tile starts on the last two axes; None and broadcast axes are whole."""
+    """Return ``total`` with ``x`` added at ``starts`` of the last two axes; None and broadcast axes are whole."""
     xp, put = problem.xp, problem.backend.update_slice
     begins = {axis: s for axis, s in zip((-2, -1), starts, strict=True) if s is not None}
     begins = {axis: s for axis, s in begins.items() if x.ndim >= -axis and total.shape[axis] != 1}
     if not begins:
         return xp.add(total, x)
-    if len(begins) == 2:  # a tile of a bias: into its rows first, then the rows into the whole
+    if len(begins) == 2:  # a tile of a bias: update its rows, then write the rows into the total
         rows = cut(problem, total, begins[-2], x.shape[-2], -2)
         columns = xp.add(cut(problem, rows, begins[-1], x.shape[-1], -1), x)
         rows = put(xp.asarray(rows, copy=True), columns, begins[-1], rows.ndim - 1)
@@ -331,7 +332,7 @@ def add_at(problem: Problem, total: Array, x: Array, starts: tuple[int | Array |
 
 
 def _pairs(problem: Problem, x: Array | None, tile: Tile, loop: Loop) -> Array | None:
-    """Cut a mask or bias along the axes that it does not broadcast; a structured one knows the tile by its origin."""
+    """Slice a mask or bias along its axes that do not broadcast; a structured one is unchanged, and uses ``origin``."""
     if isinstance(x, StructuredBias | StructuredMask):
         return x
     x = _cut_unless_broadcast(problem, x, tile.key, loop.n_k, -1)

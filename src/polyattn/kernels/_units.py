@@ -1,9 +1,9 @@
-"""Scores near and beyond the ends of their dtype: when a computation has to be careful, and rows in units of 2^u.
+"""Scores near or beyond the range of their dtype: the test for overflow, and rows in units of 2^u.
 
 Where a score may leave the range of its dtype, the queries of its row are divided by a power of two, 2^u with u ≥ 0,
-so that every score of the row fits. The row is then said to be in units of 2^u: its scores, its bias, its sink and its
-largest score are divided by it, and a difference of two scores is multiplied by it before the exponential. Powers of
-two lose no digit, so that without overflow the result is the same to the last bit.
+so that every score of the row is finite. The row is then in units of 2^u: its scores, its bias, its sink and its
+largest score are divided by it, and a difference of two scores is multiplied by it before the exponential. Division
+by a power of two is exact: without overflow, the result is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ._problem import Problem, RowStatistics
 from ._static import constant
 
 LARGE = constant(32.0)
-"""Scores up to here are rounded so little that two computations of them may differ: below 1e-6 of a weight."""
+"""Up to this score, the rounding of two computations of a score changes a weight by less than 1e-6 of itself."""
 EXPONENT = {"float32": 128, "float64": 1024}
-"""Numbers below 2 to this are finite."""
+"""Numbers below 2 to this power are finite."""
 
 
 class Units(NamedTuple):
@@ -29,7 +29,7 @@ class Units(NamedTuple):
 
 
 def multiplied(x: Array, units: Units | None) -> Array:
-    """Return ``x · 2^u``; infinite where it leaves the range."""
+    """Return ``x · 2^u``, infinite where it overflows."""
     return x if units is None else x * units.one * units.other
 
 
@@ -39,9 +39,9 @@ def divided(x: Array, units: Units | None) -> Array:
 
 
 def fits(q: Array, k: Array, v: Array | None, problem: Problem) -> Array:
-    """Return whether nothing in a forward can overflow, as a 0-d boolean array. q, k and v are in float32 at least.
+    """Return whether no value in a forward can overflow, as a 0-d boolean array. q, k and v are in at least float32.
 
-    False also where something is not finite: to leave that out would take copies of the arrays.
+    Also False if an input is not finite: to ignore such entries would need copies of the arrays.
     """
     xp, sizes = problem.xp, problem.sizes
     scores = bound(xp, q) * bound(xp, k) * (max(sizes.d_k, 1) * at_least_one(xp, problem.scale, q))
@@ -54,15 +54,15 @@ def fits(q: Array, k: Array, v: Array | None, problem: Problem) -> Array:
 def is_moderate(
     q: Array, k: Array, v: Array, statistics: RowStatistics, problem: Problem, dout: Array | None = None
 ) -> Array:
-    """Return whether a backward may rely on statistics that another computation of the scores gave: 0-d, boolean.
+    """Return whether a backward may use statistics from another computation of the scores: a 0-d boolean array.
 
-    True where all scores are so small that their rounding does not show, and nothing can overflow. The arrays are in
-    float32 at least. What is not finite counts for nothing: no other computation would change it.
+    True if the rounding of all scores is negligible and no value can overflow. The arrays are in at least float32.
+    Entries that are not finite are ignored, because no other computation would change their effect.
     """
     xp, sizes = problem.xp, problem.sizes
     q, k, v = (only_finite(xp, x) for x in (q, k, v))
     q_square, k_square = (xp.max(xp.sum(x * x, axis=-1)) for x in (q, k))
-    scores = xp.sqrt(q_square) * xp.sqrt(k_square) * abs(problem.scale)  # by Cauchy and Schwarz
+    scores = xp.sqrt(q_square) * xp.sqrt(k_square) * abs(problem.scale)  # by the Cauchy–Schwarz inequality
     result = xp.logical_and(xp.less_equal(scores, LARGE()), fits(q, k, v, problem))
     result = xp.logical_and(result, xp.less_equal(magnitude(xp, statistics.largest), LARGE()))
     if dout is None:
@@ -72,7 +72,7 @@ def is_moderate(
 
 
 def row_units(q: Array, k: Array, problem: Problem) -> Units:
-    """Return units in which no score of a row overflows, 1 where none could. q and k are in float32 at least."""
+    """Return units in which no score of a row overflows; 1 where no units are needed. q, k in at least float32."""
     xp = problem.xp
     bound = log2_magnitude(xp, q, -1) + log2_magnitude(xp, k, None)  # (…, H, n_q, 1)
     bound = bound + (math.log2(max(problem.sizes.d_k, 1)) + log2(xp, at_least_one(xp, problem.scale, q)))
@@ -80,34 +80,35 @@ def row_units(q: Array, k: Array, problem: Problem) -> Units:
 
 
 def value_unit(v: Array, problem: Problem) -> Units:
-    """Return a power of two by which values are divided so that no sum over the keys overflows, 1 where none could."""
+    """Return a power of two: no sum over the keys of v divided by it overflows. 1 if v needs no division."""
     bound = log2_magnitude(problem.xp, v, None) + math.log2(max(problem.sizes.n_k, 1))
     return units_beyond(bound - (exponents(bound) - 2), problem)
 
 
 def gradient_unit(dout: Array, v: Array, problem: Problem) -> Units:
-    """Return a power of two by which dout is divided so that its products with the values do not overflow."""
+    """Return a power of two: no product of the values with dout divided by it overflows."""
     bound = log2_magnitude(problem.xp, dout, None) + log2_magnitude(problem.xp, v, None)
     bound = bound + math.log2(max(problem.sizes.d_v, 1))
     return units_beyond(bound - (exponents(bound) - 8), problem)
 
 
 def room_for_scores(x: Array, problem: Problem) -> int:
-    """Return the power of two below which scores stay: a bias at the end of the range has to absorb them."""
+    """Return the exponent of the power of two that bounds scores; a bias at the end of the range needs more room."""
     return exponents(x) - (2 if problem.bias is None else 28)
 
 
 def exponents(x: Array) -> int:
+    """Return the exponent of the power of two that bounds finite numbers of the dtype of ``x``."""
     return EXPONENT[dtype_name(x.dtype)]
 
 
 def only_finite(xp: Any, x: Array) -> Array:
-    """Return ``x`` with 0 in place of what is not finite."""
+    """Return ``x`` with 0 in place of entries that are not finite."""
     return xp.where(xp.isfinite(x), x, xp.zeros_like(x))
 
 
 def bound(xp: Any, x: Array, axis: int | None = None) -> Array:
-    """Return the largest absolute value, without a copy of the array; NaN where there is one. 0-d without an axis."""
+    """Return the largest absolute value, NaN if any is NaN, without a copy of the array. 0-d if axis is None."""
     if 0 in x.shape:
         return xp.sum(x)
     where: dict[str, Any] = {"axis": axis, "keepdims": axis is not None}
@@ -115,14 +116,14 @@ def bound(xp: Any, x: Array, axis: int | None = None) -> Array:
 
 
 def magnitude(xp: Any, x: Array) -> Array:
-    """Return the largest finite absolute value, 0 where there is none: a 0-d array."""
+    """Return the largest finite absolute value, or 0 if no entry is finite, as a 0-d array."""
     if 0 in x.shape:
         return xp.sum(x)
     return xp.max(xp.abs(only_finite(xp, x)))
 
 
 def log2_magnitude(xp: Any, x: Array, axis: int | None) -> Array:
-    """Return the base-2 logarithm of :func:`bound`, 0 where all are 0; of the dtype where not finite."""
+    """Return log2 of :func:`bound`: 0 where it is 0, and the largest exponent of the dtype where it is not finite."""
     if 0 in x.shape:
         return xp.sum(x, axis=axis, keepdims=axis is not None)
     largest = bound(xp, x, axis)
@@ -132,14 +133,14 @@ def log2_magnitude(xp: Any, x: Array, axis: int | None) -> Array:
 
 
 def at_least_one(xp: Any, scale: Any, like: Array) -> Any:
-    """Return max(|scale|, 1), of a number or of a traced one, which becomes an array of the dtype of ``like``."""
+    """Return max(|scale|, 1): a number, or for a traced scale an array with the dtype of ``like``."""
     if isinstance(scale, float | int):
         return max(abs(scale), 1.0)
     return cast(xp, xp.maximum(xp.abs(scale), xp.ones_like(scale)), like.dtype)
 
 
 def log2(xp: Any, x: Any) -> Any:
-    """Return the base-2 logarithm of a number or of a traced one."""
+    """Return the base-2 logarithm of a number or a traced number."""
     return math.log2(x) if isinstance(x, float | int) else xp.log2(x)
 
 
@@ -152,7 +153,7 @@ def units_beyond(exponent: Array, problem: Problem) -> Units:
 
 
 def power_of_two(xp: Any, i: Array, most: int) -> Array:
-    """Return 2^i for whole numbers from 0 to ``most``, by binary digits: not every library's power is exact."""
+    """Return 2^i for integers 0 ≤ i ≤ most, exactly: the power function of some libraries is inexact."""
     result = one = xp.ones_like(i)
     for digit in (2**b for b in range(most.bit_length())):
         is_set = xp.equal(xp.remainder(xp.floor(i / digit), 2), 1)

@@ -1,9 +1,9 @@
-"""Attention over a pool of pages as it lies: each page with the queries of its owner, the results joined.
+"""Attention over a pool of pages in place: the queries of a page's owner attend to the page, and results are merged.
 
-The pages are the batch of one problem, so nothing of the pool is gathered or copied; what is gathered is a query
-for each page, little beside the page. A page's log-sum-exp tells what its result counts for, which is exact:
-Rabe and Staats (2021); Kwon et al., "Efficient memory management for large language model serving with
-PagedAttention" (2023). Many queries would be much for each page: then some pages are read at a time.
+The pages are the batch axis of one problem, so that the pool is neither gathered nor copied. Only the queries are
+gathered, once for each page, and they are small beside the page. The row statistics of each page give the exact
+weight of its result in the merge: Rabe and Staats (2021); Kwon et al., "Efficient memory management for large language
+model serving with PagedAttention" (2023). With many queries, the pages are processed in groups to limit memory.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from ..kernels._units import (
 __all__ = ["OPERATION"]
 
 PAGED = ("k", "v", "bias", "mask", "q_segments", "k_segments", "owners", "numbers")
-"""The arrays that have a page for their first axis; a structured bias's table has none."""
+"""The arrays with pages as their first axis; the table of a structured bias is not one of them."""
 FEW = 2
 
 
 class Group(NamedTuple):
-    """The attention problem of some pages."""
+    """The attention problem of a group of pages."""
 
     q: Array
     k: Array
     v: Array
     problem: Problem
-    owners: Array  # (G,), −1 for a page that counts for nothing
-    entries: Array  # (G,), 0 for these
+    owners: Array  # (G,), −1 for a page to ignore
+    entries: Array  # (G,), the owner, or 0 for a page to ignore
 
     def rows_of(self, units: Units) -> Units:
-        """Return the units of the rows of each page's owner."""
+        """Return, for each page, the units of the rows of its owner."""
         xp = self.problem.xp
         return Units(*(xp.take(x, self.entries, axis=0) for x in units))
 
 
 @dataclass(frozen=True, eq=False)
 class Reading(Record):
-    """The arrays of a call, its static arguments, and how many pages are read at a time."""
+    """The arrays of a call, its static arguments, and the number of pages in a group."""
 
     backend: Backend
     arrays: dict[str, Array]
@@ -70,12 +70,12 @@ class Reading(Record):
 
     @property
     def groups(self) -> int:
-        """How many groups there are; the last overlaps the one before where the number of pages asks for it."""
+        """The number of groups. The last group overlaps the one before it if the pages do not divide evenly."""
         return -(-self._total // self.pages)
 
     @property
     def few(self) -> Reading:
-        """The same with few pages at a time, for what copies them; a compiler sets memory aside for it in any case."""
+        """The same with small groups, for a branch that copies pages; a compiler reserves its memory even if unused."""
         pages = min(self.pages, FEW)
         sizes = self.options["sizes"]._replace(batch=(pages,))
         return replace(self, pages=pages, options=self.options | {"sizes": sizes})
@@ -96,7 +96,7 @@ class Reading(Record):
         return self.backend.namespace().clip(i * self.pages, None, self._total - self.pages)
 
     def part(self, x: Array, i: Any) -> Array:
-        """Return the pages of a group: a view where that can be."""
+        """Return the pages of a group, as a view if possible."""
         if self.groups == 1:
             return x
         start = self.start(i)
@@ -110,7 +110,7 @@ class Reading(Record):
         paged = [name for name in PAGED if name in self.arrays and not (name == "bias" and structured)]
         x = self.arrays | {name: self.part(self.arrays[name], i) for name in paged}
         owners, size, n_q = x.pop("owners"), self.options["sizes"].n_k, self.options["sizes"].n_q
-        if self.groups > 1:  # a page that the group before had too counts once
+        if self.groups > 1:  # ignore pages that are also in the group before
             owners = xp.where(self.start(i) + self._count() >= i * self.pages, owners, xp.full_like(owners, -1))
         entries = xp.clip(owners, 0, None)
         start = x.pop("numbers") * size  # (G,): the position of a page's first key
@@ -118,7 +118,7 @@ class Reading(Record):
         x["key_lengths"] = xp.where(owners >= 0, xp.clip(lengths - start, 0, size), xp.zeros_like(start))
         x["q_offset"] = lengths - n_q - start
         q, k, v = xp.take(x.pop("q"), entries, axis=0), x.pop("k"), x.pop("v")  # q (G, H, n_q, d_k)
-        x.pop("sinks", None)  # of each entry, not of each page
+        x.pop("sinks", None)  # sinks belong to entries, not to pages
         problem = make_problem(self.backend, q, self.device, **x, **self._problem_options)
         return Group(q, k, v, problem, owners, entries)
 
@@ -128,7 +128,7 @@ class Reading(Record):
 
     @property
     def whole(self) -> Problem:
-        """The problem of the entries, without what says which keys a query sees: the keys are those of all pages."""
+        """The problem of the entries over the keys of all pages, without the arguments that exclude keys."""
         given, options = {name: self.arrays.get(name) for name in ("bias", "sinks")}, self._problem_options
         sizes = options["sizes"]._replace(n_k=options["sizes"].n_k * self._total)
         return make_problem(self.backend, self.arrays["q"], self.device, **given, **(options | {"sizes": sizes}))
@@ -143,7 +143,7 @@ class Reading(Record):
 
 
 class Saved(NamedTuple):
-    """What the backward needs."""
+    """The arrays and static values that the backward needs."""
 
     reading: Reading
     out: Array
@@ -160,7 +160,7 @@ def forward(backend: Backend, *, pages: int, options: dict[str, Any], **arrays: 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(backend: Backend, structure: Structure) -> Callable[..., tuple[Array, RowStatistics]]:
-    """Return the forward as one program, where the library compiles any."""
+    """Return the forward as one compiled program, if the library has a compiler."""
     return backend.jit(lambda *arrays: _read(structure.build(arrays)))
 
 
@@ -194,7 +194,7 @@ def _read(reading: Reading) -> tuple[Array, RowStatistics]:
 
 
 def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: int, units: Units | None) -> Sums:
-    """Return the sums of every row over its pages and the sink, from those of the pages of each group."""
+    """Return the sums of each row over its pages and the sink; ``of_pages`` computes those of the pages of a group."""
     backend, x = reading.backend, reading.arrays
     xp, q = backend.namespace(), x["q"]
     rows, dtype, device = tuple(q.shape[:-1]), wide(xp, q.dtype), backend.native_device(reading.device)
@@ -209,7 +209,7 @@ def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: i
         total = one(0)
     else:
         total, _ = backend.scan(lambda carry, i: (merge_sums(xp, carry, one(i), units), ()), nothing, reading.groups)
-    if "sinks" in x:  # one more key, whose value is zero
+    if "sinks" in x:  # one more key, with a value of zero
         sinks = zero + divided(cast(xp, x["sinks"], dtype)[:, None, None], units)
         one_ = xp.where(xp.equal(sinks, -math.inf), zero, xp.ones_like(zero))
         total = merge_sums(xp, total, Sums(nothing.out, one_, sinks), units)
@@ -217,7 +217,7 @@ def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: i
 
 
 def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units | None) -> Sums:
-    """Return the sums (B, H, n_q, ·) of each entry over its pages of a group, from those of the pages."""
+    """Return the sums (B, H, n_q, ·) of each entry over its pages in a group, from those of the pages."""
     xp, owners = backend.namespace(), group.owners
     entries = xp.arange(batch, dtype=owners.dtype, device=backend.native_device(backend.device_of(owners)))
     mine = owners[None, :] == entries[:, None]  # (B, G)
@@ -231,7 +231,7 @@ def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units
         above = multiplied(above, Units(*(x[:, None, ...] for x in units)))
     scales = xp.where(counts, xp.exp(above), xp.zeros_like(above))  # (B, G, H, n_q, 1)
     totals = xp.sum(xp.where(counts, scales * total, xp.zeros_like(scales)), axis=1)
-    # What one entry's pages hold, NaN included, must not reach another: the product leaves out what is not its own.
+    # The product excludes pages of other entries: their values, NaN included, must not affect an entry.
     product = matmul_excluding(
         backend, xp.permute_dims(scales[..., 0], (2, 3, 0, 1)), xp.permute_dims(pages.out, (1, 2, 0, 3)), mine
     )  # (H, n_q, B, d)
@@ -239,7 +239,7 @@ def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units
 
 
 def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
-    """Return the gradients: each page's from what its rows are over all their keys."""
+    """Return the gradients, those of each page computed with the statistics of rows over all keys."""
     reading, out, statistics = saved
     xp, x, problem = backend.namespace(), reading.arrays, reading.whole
     q, k, v, dout_ = (widen(xp, y) for y in (x["q"], x["k"], x["v"], dout))
@@ -280,7 +280,7 @@ def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
 
 
 def summed_over_groups(reading: Reading, of_pages: Callable[[Group], Any]) -> tuple[Array | None, ...]:
-    """Return the gradients of q, k, v and the bias from those of each group's pages."""
+    """Return the gradients of q, k, v and the bias; ``of_pages`` computes those of the pages of a group."""
     backend, x = reading.backend, reading.arrays
     xp, put, structured = backend.namespace(), backend.update_slice, "bias_structure" in reading.options
 
@@ -289,7 +289,7 @@ def summed_over_groups(reading: Reading, of_pages: Callable[[Group], Any]) -> tu
         parts = of_pages(group)
         dq_, dk_, dv_, dbias_ = (None if dx is None else widen(xp, dx) for dx in parts)
 
-        def add(total: Array, part: Array) -> Array:  # pages that two groups have are zero in one of them
+        def add(total: Array, part: Array) -> Array:  # a page in two groups has a zero gradient in one
             return put(total, reading.part(total, i) + part, reading.start(i), 0)
 
         dq, dk, dv = backend.index_add(dq, group.entries, dq_), add(dk, dk_), add(dv, dv_)
