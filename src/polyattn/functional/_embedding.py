@@ -56,7 +56,7 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> EmbeddingGrads:
     # rows = weight[index]
     device = backend.native_device(backend.device_of(dy))
     table = xp.zeros((count, features), dtype=drows.dtype, device=device)
-    dweight = apply_linear(backend, lambda drows: backend.index_add(table, index, drows), drows, only_on_host=True)
+    dweight = apply_linear(backend, lambda drows: backend.index_add(table, index, drows), drows)
     return EmbeddingGrads(None, cast(xp, dweight, dy.dtype))  # (count, features)
 
 

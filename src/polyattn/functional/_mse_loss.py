@@ -54,8 +54,12 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> MSELossGrads:
     """Return ±2 (prediction − target) / count · dy."""
     xp, (difference, unit) = backend.namespace(), saved
     # loss = mean(difference²)
-    share = unit * (2 / max(math.prod(difference.shape), 1))
-    dprediction = cast(xp, product(xp, share, widen(xp, dy), difference), dy.dtype)
+    share, dloss = unit * (2 / max(math.prod(difference.shape), 1)), widen(xp, dy)
+    if backend.state(dy).readable:  # the fewest passes over the difference
+        dprediction = product(xp, share, dloss, difference)
+    else:  # a trace stays linear in dy, since JAX transposes backwards
+        dprediction = product(xp, xp.broadcast_to(share, difference.shape), difference, dloss)
+    dprediction = cast(xp, dprediction, dy.dtype)
     return MSELossGrads(dprediction, -dprediction)
 
 

@@ -80,8 +80,11 @@ def norm_gradient(
     xp = backend.namespace()
     dxhat, gain = widen(xp, dy), None if weight is None else widen(xp, weight)
     if scaled:
-        half, of_root = half_power(backend, largest(xp, dxhat, last)), half_power(backend, root)
-        dxhat, root, factor = dxhat * (half * half), root * (of_root * of_root), of_root / half
+        of_root = factor = half_power(backend, root)
+        root = root * (of_root * of_root)
+        if backend.state(dy).readable:  # a trace stays linear in dy, since JAX transposes backwards
+            half = half_power(backend, largest(xp, dxhat, last))
+            dxhat, factor = dxhat * (half * half), factor / half
         if gain is not None:
             of_gain = half_power(backend, largest(xp, gain, tuple(range(gain.ndim))))
             gain, factor = gain * (of_gain * of_gain), factor / of_gain

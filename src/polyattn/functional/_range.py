@@ -89,14 +89,12 @@ def shrink(x: Array) -> float:
     return 2.0 ** (-5 * step(x))
 
 
-def apply_linear(
-    backend: Backend, function: Callable[[Array], Array], x: Array, *, only_on_host: bool = False
-) -> Array:
+def apply_linear(backend: Backend, function: Callable[[Array], Array], x: Array) -> Array:
     """Return ``function(x)`` for a linear function; where a sum overflows, it is computed again from a scaled-down x.
 
-    A trace computes both. ``only_on_host`` is for expensive functions: a trace then computes the first alone.
+    A trace computes it once: a choice by its values would not be linear, and JAX transposes backwards.
     """
     xp, y = backend.namespace(), function(x)
-    if bool(xp.isfinite(xp.sum(y))) if backend.state(y).readable else only_on_host:
+    if not backend.state(y).readable or bool(xp.isfinite(xp.sum(y))):
         return y
     return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))

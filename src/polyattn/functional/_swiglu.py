@@ -8,7 +8,6 @@ from ..backend import Array, Backend, Cache
 from ..kernels import cast, widen
 from ._checks import expect_arrays, expect_one_dtype, expect_shape
 from ._dispatch import Operation, run, run_backward, run_with_cache
-from ._range import choose
 from ._silu import Activation, Silu, activation_forward
 
 __all__ = ["SwigluGrads", "swiglu", "swiglu_backward", "swiglu_forward"]
@@ -49,14 +48,12 @@ def gated_backward(
         # y = f(gate) · up
         dup = dy_ * f.factor() * f.decay
         product, slope = dy_ * up_, f.slope()
-        dgate = product * f.decay * slope * f.decay
-
-        def smaller() -> Array:
+        dgate, readable = product * f.decay * slope * f.decay, backend.state(gate).readable
+        if not readable or not bool(xp.isfinite(xp.sum(dgate))):
             apart = (dy_ * f.root * f.root) * slope * (up_ * f.root * f.root)
-            return xp.where(xp.isfinite(product), dgate, apart)
-
-        chosen = choose(backend, gate, lambda: (dgate, xp.isfinite(xp.sum(dgate))), smaller)
-        return cast(xp, chosen, gate.dtype), cast(xp, dup, up.dtype)
+            # A trace stays linear in dy, since JAX transposes backwards.
+            dgate = xp.where(xp.isfinite(product), dgate, apart) if readable else apart
+        return cast(xp, dgate, gate.dtype), cast(xp, dup, up.dtype)
 
     dgate, dup = backend.by_rows(formula, dy, gate, up, axes=0)
     return dgate, dup
