@@ -32,7 +32,7 @@ class TorchBackend(Backend):
     }
 
     @property
-    def kernels(self) -> Sequence[Kernel]:  # type: ignore[override]  # it depends on what torch is doing
+    def kernels(self) -> Sequence[Kernel]:  # type: ignore[override]  # it depends on torch's mode
         """Return the kernels for the current mode: plain, as autograd nodes, or as operators for torch.compile."""
         import torch
 

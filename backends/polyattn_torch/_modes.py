@@ -44,7 +44,7 @@ class Recorded:
 
 
 class Compiled:
-    """A kernel as one operator of a compiled program; torch.compile does not trace its inside."""
+    """A kernel as one operator of a compiled program, so that torch.compile does not trace the kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.kernel = kernel.name, kernel

@@ -1,4 +1,4 @@
-"""Attention and its backward as custom operators of torch, whose inside torch.compile does not trace.
+"""Attention and its backward as custom operators of torch, so that torch.compile does not trace the kernels.
 
 ``torch.ops.polyattn.attention`` and ``torch.ops.polyattn.attention_backward`` take the tensors of a problem, its
 numbers, its structured mask and bias as text, and the name of a kernel. This module imports torch.
