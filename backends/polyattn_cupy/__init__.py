@@ -17,7 +17,7 @@ ON_DEVICE = ArrayState(readable=False)
 
 
 class CupyBackend(Backend):
-    """CuPy arrays. CuPy imports without a GPU and fails at the first array, so its status asks for a device."""
+    """CuPy arrays. CuPy can be imported without a GPU and fails at the first array, so ``status`` counts devices."""
 
     name = "cupy"
     array_modules = ("cupy",)
@@ -65,7 +65,7 @@ class CupyBackend(Backend):
         return isinstance(x, cupy.ndarray)
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Take a CuPy array, a NumPy array (copied to the device), or another library's CUDA array."""
+        """Convert a CuPy array, a NumPy array (copied to the device), or another library's CUDA array."""
         import cupy
 
         target = self.native_device(device) or cupy.cuda.Device()
@@ -90,15 +90,15 @@ class CupyBackend(Backend):
         return None if device is None else cupy.cuda.Device(int(device.partition(":")[2] or 0))
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """Copy to the host, and wait for it."""
+        """Copy to the host and wait for the copy."""
         return np.asarray(x.get())
 
     def shares(self, x: Array) -> bool:
-        """Take any layout of NumPy's: it is copied to the device in any case."""
+        """Accept a NumPy array of any layout: it is copied to the device in any case."""
         return isinstance(x, np.ndarray) and bool(x.dtype.isnative)
 
     def state(self, x: Array) -> ArrayState:
-        """Read no values: it would wait for the device."""
+        """Declare the values unreadable: reading them would wait for the device."""
         return ON_DEVICE
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:

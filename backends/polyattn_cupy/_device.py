@@ -1,4 +1,4 @@
-"""cuBLAS and this package's device code, as functions of CuPy arrays. Imported only once CuPy is in use."""
+"""cuBLAS and this package's device code, as functions of CuPy arrays. This module imports CuPy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ C_TYPES = {"float16": "__half", "float32": "float", "float64": "double"}
 
 @functools.cache
 def _function(name: str, dtype: str, bias: str) -> Any:
-    """Return a device function for inputs and a bias of these types; it is compiled at its first call on a device."""
+    """Return a device function for these dtypes of inputs and bias; CuPy compiles it at its first call on a device."""
     score = "double" if dtype == "float64" else "float"
     types = (f"-DSCORE={score}", f"-DWEIGHT={C_TYPES[dtype]}", f"-DBIAS={C_TYPES[bias]}")
     options = ("-std=c++17", *types, f"-DHALF={int('float16' in (dtype, bias))}")
@@ -34,7 +34,7 @@ def _function(name: str, dtype: str, bias: str) -> Any:
 
 
 def launch(name: str, types: tuple[str, str], blocks: int, warps: int, *arguments: Any) -> None:
-    """Queue a device function on the current stream; integers are passed in 64 bits."""
+    """Launch a device function on the current stream; integers are passed as 64-bit integers."""
     kinds = {int: np.int64, float: np.float64}
     passed = tuple(kinds[type(x)](x) if type(x) in kinds else x for x in arguments)
     _function(name, *types)((blocks,), (32 * warps,), passed)
@@ -42,7 +42,7 @@ def launch(name: str, types: tuple[str, str], blocks: int, warps: int, *argument
 
 @functools.cache
 def _factors(dtype: str) -> tuple[Any, int]:
-    """Return the numbers 0 and 1 on the host, and their address."""
+    """Return the factors 0 and 1 as a NumPy array, and its address."""
     numbers = np.array([0, 1], dtype=dtype)
     return numbers, numbers.ctypes.data
 
@@ -50,10 +50,10 @@ def _factors(dtype: str) -> tuple[Any, int]:
 def product(
     a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
 ) -> None:
-    """Write ``a @ b`` into ``out``, or add it: arrays of matrices ``(N, rows, columns)`` whose rows follow each other.
+    """Write ``a @ b`` into ``out``, or add it to ``out``: arrays ``(N, rows, columns)`` of C-contiguous matrices.
 
-    ``cupy.matmul`` would widen float16 and so miss the tensor cores, copy what is cut or
-    transposed, and could not add. cuBLAS counts by columns, so it is asked for outᵀ = bᵀ aᵀ.
+    ``cupy.matmul`` would convert float16 to float32 and so not use the tensor cores, would copy slices and
+    transposes, and cannot accumulate. cuBLAS is column-major, so it computes outᵀ = bᵀ aᵀ.
     """
     cublas = cupy.cuda.cublas
     double = out.dtype == np.float64
@@ -78,7 +78,7 @@ def product(
 
 
 def _matrices(x: Array) -> tuple[int, int, int, int]:
-    """Return where the matrices are, of which type, and how far their rows and the matrices themselves are apart."""
+    """Return the pointer, the type, the row stride and the matrix stride of some matrices."""
     runtime = cupy.cuda.runtime
     types = {"float16": runtime.CUDA_R_16F, "float32": runtime.CUDA_R_32F, "float64": runtime.CUDA_R_64F}
     return x.data.ptr, types[x.dtype.name], x.shape[-1], x.strides[0] // x.itemsize

@@ -1,4 +1,4 @@
-"""The kernel as polyattn sees it: what it computes, and what not. It imports CuPy only when it runs."""
+"""The interface of the cuBLAS kernel: which problems it supports. CuPy is imported only when the kernel runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ DTYPES = ("float16", "float32", "float64")
 
 
 class CublasKernel:
-    """Attention tile by tile: batched cuBLAS products, and one device function between two of them.
+    """Attention tile by tile: batched cuBLAS products, with one device function between two products.
 
-    Everything is queued on CuPy's current stream; nothing is waited for. The products take
-    float16 as it is and sum in float32, with weights rounded to float16, as fused kernels do;
-    float32 is multiplied in float32, never in TF32.
+    All work is queued on CuPy's current stream, without synchronisation. Products of float16
+    are summed in float32, with weights rounded to float16, as in fused kernels; float32 is
+    multiplied in float32, never in TF32.
     """
 
     name = "cublas"
 
     def supports(self, problem: Problem) -> str | None:
-        """Refuse dropout, bfloat16, structure, and masks or biases that one batch stride cannot describe."""
+        """Refuse dropout, bfloat16, structured masks and biases, and partly broadcast batch axes of mask or bias."""
         if problem.dropout != 0:
             return "it has no dropout"
         if problem.dtype not in DTYPES:

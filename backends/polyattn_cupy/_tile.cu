@@ -1,6 +1,6 @@
-// What happens to a tile of scores between two matrix products. Compiled by NVRTC when it is first used, for
-// T, the type of scores and sums, W, that of inputs and weights, and B, that of the bias.
-// A tile's rows lie as (batch * kv_heads, groups * n_q), a query of one head each; a block works on one row.
+// The operations on a tile of scores between two matrix products. NVRTC compiles them at first use for three types:
+// T of scores and sums, W of inputs and weights, B of the bias.
+// A tile has rows (batch * kv_heads, groups * n_q), each one query of one head; a block processes one row.
 
 #if HALF
 #include <cuda_fp16.h>
@@ -12,13 +12,13 @@ using B = BIAS;
 
 #define INF T(1e300 * 1e300)  // NVRTC has no INFINITY
 
-// Filled from Python: every member has eight bytes. Null pointers are absent arguments; strides count elements.
+// Filled from Python: every member has eight bytes. A null pointer is an absent argument; strides count elements.
 struct Tile {
     long long kv_heads, groups, n_q, n_k;      // lengths of this tile's axes
-    long long batch, query, key;               // where it starts
+    long long batch, query, key;               // start of this tile
     long long all_q, all_k;                    // the queries and keys of the whole problem
     long long offset, left, right, length;     // static positions
-    const long long *offsets, *lengths;        // (B): in place of the static ones
+    const long long *offsets, *lengths;        // (B): replace the static ones
     const long long *q_segments, *k_segments;  // (B, all_q), (B, all_k)
     const bool* mask;
     long long mask_batch, mask_head, mask_query, mask_key;
@@ -28,14 +28,14 @@ struct Tile {
     long long plain;                           // no segments, mask, bias or softcap
 };
 
-// What a row may see: keys from first to before last, of its own segment, where the mask is true and the bias not -inf.
+// A row attends to the keys in [first, last) of its segment where the mask is true and the bias is not -inf.
 struct Row {
     int first, last;
     long long segment;
     const long long* segments;
     const bool* mask;
     const B* bias;
-    T one, other;  // the product of these powers of two is what its products were divided by
+    T one, other;  // powers of two: the products of this row are divided by both
 };
 
 __device__ int within(const Tile& t, long long key) {
@@ -66,7 +66,7 @@ template <bool plain> __device__ bool allowed(const Tile& t, const Row& row, int
         && (!row.bias || T(row.bias[key * t.bias_key]) != -INF));
 }
 
-// Scores, their largest and the bias are divided by the unit of their row, unless a softcap keeps them small.
+// Scores, the largest score and the bias are divided by the units of their row, unless a softcap bounds them.
 template <bool plain> __device__ T in_full(const Tile& t, const Row& row, T x) {
     return plain || !t.softcap ? x * row.one * row.other : x;
 }
@@ -90,11 +90,11 @@ struct Sum {
     __device__ T operator()(T a, T b) const { return a + b; }
 };
 
-// Join x over the threads of a block, which are whole warps; every thread gets the result.
+// Reduce x over the threads of a block of full warps; every thread gets the result.
 template <class Join> __device__ T over_block(T x, Join join) {
     __shared__ T warps[32];
     for (int distance = 16; distance; distance /= 2) x = join(x, __shfl_xor_sync(0xffffffff, x, distance));
-    __syncthreads();  // what the last call left there has been read
+    __syncthreads();  // all threads have read the results of the previous call
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
     __syncthreads();
     x = warps[0];
@@ -102,8 +102,8 @@ template <class Join> __device__ T over_block(T x, Join join) {
     return x;
 }
 
-// weights = exp(score - largest) times a factor, exactly 0 where excluded; largest and total (rows) and out (rows, d) are brought to
-// the new largest score. weights may be products itself.
+// weights = exp(score - largest) * factor_of_weights, exactly 0 where excluded; total (rows) and out (rows, d) are
+// rescaled to the new largest score. weights and products may share memory.
 template <bool plain> __forceinline__ __device__ void exponentials_of_row(
     const T* products, W* weights, T* total, T* largest, T* out, int d, T factor_of_weights, const Tile& t,
     const Row& row
@@ -115,13 +115,13 @@ template <bool plain> __forceinline__ __device__ void exponentials_of_row(
     top = over_block(top, Larger());
     for (int key = threadIdx.x; key < t.n_k; key += blockDim.x) {
         T weight = 0;
-        if (allowed<plain>(t, row, key))  // NaN where all scores so far are -inf, as it should be
+        if (allowed<plain>(t, row, key))  // NaN, as defined, where all scores so far are -inf
             weight = exp(in_full<plain>(t, row, biased<plain>(t, row, key, capped<plain>(t, row, products[key])) - top));
         weights[key] = W(weight * factor_of_weights);
         sum += weight;
     }
     sum = over_block(sum, Sum());
-    // Beside a larger score those of -inf have no weight, though alone they made total and out NaN.
+    // Scores of -inf alone made total and out NaN; once there is a larger score, their weights are 0.
     bool forget = before == -INF && top != -INF;
     T factor = top == before ? T(1) : exp(in_full<plain>(t, row, before - top));
     for (int c = threadIdx.x; c < d && factor != T(1); c += blockDim.x) out[c] = forget ? T(0) : out[c] * factor;
@@ -143,8 +143,8 @@ extern "C" __global__ void exponentials(
         exponentials_of_row<false>(products, weights, total, largest, out, d, T(factor), t, row);
 }
 
-// weights = exp(score - largest - log_total); dscores = weights * (dweights + shift), times the softcap's slope. Where there is a bias
-// raw gets dscores without the slope. weights may be products, and dscores dweights.
+// weights = exp(score - largest - log_total); dscores = weights * (dweights + shift) * slope of the softcap.
+// With a bias, raw is dscores without the slope. weights and products may share memory, as may dscores and dweights.
 template <bool plain> __forceinline__ __device__ void gradients_of_row(
     const T* products, const T* dweights, W* weights, W* dscores, T* raw, T largest, T log_total, T shift,
     const Tile& t, const Row& row
@@ -177,9 +177,9 @@ extern "C" __global__ void gradients(
         gradients_of_row<false>(products, dweights, weights, dscores, raw, top, log, back, t, row);
 }
 
-// Add to out what a product of tile and x left out: the entries of x that are not finite, where they are allowed.
+// Add the entries of x that are not finite to a product of tile and x that omitted them, for allowed pairs only.
 // out (N, queries or keys, d) += tile (N, queries, keys) or its transpose @ x. odd marks the rows of x with such an
-// entry, some says whether there are any. Steps lead from matrix to matrix.
+// entry; some is whether any row has one. Steps are the strides between matrices.
 extern "C" __global__ void put_back(
     const W* tile, const W* x, const bool* odd, const bool* some, T* out, long long x_step, long long odd_step,
     long long out_step, long long d, long long transposed, Tile t

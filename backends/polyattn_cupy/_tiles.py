@@ -2,7 +2,7 @@
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 "FlashAttention" (2022), whose backward computes the weights again from the row statistics.
-Imported only once CuPy is in use.
+This module imports CuPy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-    """Sum over the keys of each tile of queries in units of the largest score so far, and divide once."""
+    """Compute the online softmax over the key tiles of each query tile, and normalise once at the end."""
     work, d_v = Work(problem), problem.sizes.d_v
     q, k, v = work.queries(q), work.keys(k), work.keys(v)
     units, q, factor = work.units(q), work.in_units(q), work.factor
@@ -51,7 +51,7 @@ def backward(
     dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
     problem: Problem,
 ) -> AttentionGrads:  # fmt: skip
-    """Compute each tile's weights again, and sum its share of every gradient."""
+    """Compute each tile's weights again, and add the tile's part of every gradient."""
     work = Work(problem)
     q_, k_, v_ = work.queries(q), work.keys(k), work.keys(v)
     units, one = work.units(q_), work.unit_of_gradients(dout)
@@ -60,7 +60,7 @@ def backward(
     largest, log_total = (x.reshape(q_.shape[:-1]).astype(work.dtype) for x in statistics)
     largest = work.divided(largest, units)
     log_total = cupy.where(log_total == -cupy.inf, log_total.dtype.type(0), log_total)
-    # weights = softmax(scores): its Jacobian, with rowsum(weights · dweights) = rowsum(dout · out)
+    # weights = softmax(scores); in its Jacobian, rowsum(weights · dweights) = rowsum(dout · out)
     shift = -row_sum(dout_.astype(work.dtype), work.queries(out).astype(work.dtype))
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(work.dtype) / one
@@ -78,9 +78,9 @@ def backward(
 def sums_over_tiles(
     work: Work, q: Array, k: Array, v: Array, dout: Array, of_rows: tuple[Array, Array, Array, Array]
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Return the gradients of q, k (without the scale), v and the bias, in the flattened axes.
+    """Return the gradients of q and k (without the scale), v and the bias, with flattened axes.
 
-    ``of_rows`` are the largest scores, the logarithms of the totals, dlse − rowsum(dout · out), and the units.
+    ``of_rows`` holds the largest scores, the logarithms of the totals, dlse − rowsum(dout · out), and the units.
     """
     in_units = work.in_units(q)
     dq, dk, dv = (cupy.zeros(x.shape, dtype=work.dtype) for x in (q, k, v))
@@ -114,13 +114,13 @@ def sums_over_tiles(
 
 
 def row_sum(dout: Array, out: Array) -> Array:
-    """Return Σ dout · out of each row; 0 in an empty one, whose upstream, NaN or not, moves no sink."""
+    """Return Σ dout · out of each row; 0 in an empty row, so that a NaN in its dout does not reach the sinks."""
     total = cupy.sum(dout * out, axis=-1)
     return cupy.where(cupy.all(out == 0, axis=-1), total.dtype.type(0), total)
 
 
 def sinks_gradient(work: Work, shift: Array, largest: Array, log_total: Array, units: Array) -> Array | None:
-    """Return the sinks' gradient: a sink is one more score, whose weight meets no value."""
+    """Return the gradient of the sinks: a sink is one more score, and its value is zero."""
     given = work.problem.sinks
     if given is None:
         return None

@@ -1,10 +1,10 @@
-"""A problem with its axes flattened, cut into tiles, and told to the device code.
+"""An attention problem with flattened axes, its tiles, and its description for the device code.
 
-The heads of a group lie below each other as the rows of one matrix, so that keys and
-values are never repeated and their gradients are summed by the products themselves. A
-tile of scores spans all heads of a few batch entries. No value is looked at on the host:
-where something is excluded, products are taken over the finite entries, and the device
-puts the others back where they are allowed.
+The query heads of a key head are stacked as the rows of one matrix, so that keys and
+values are never repeated and the products sum their gradients. A tile of scores spans
+all heads of a few batch entries. The host reads no values: where pairs are excluded,
+products are taken over the finite entries, and a device function adds the other entries
+for the allowed pairs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ._device import TILE, launch, product
 
 __all__ = ["Operand", "Work", "matrices", "operand"]
 
-SCORES = 2**23  # of one tile over all heads: 32 MiB in float32, enough work to hide the launches
+SCORES = 2**23  # per tile, over all heads: 32 MiB in float32, enough work to hide the launches
 SIDE, LEAST = 1024, 16
-MATRICES = 2**16 - 1  # of one product: more in a grid's third axis CUDA does not launch
-LIMIT, ENDLESS = 2**60, 2**62  # positions are moved to ±LIMIT; sums of them still fit 64 bits
+MATRICES = 2**16 - 1  # per product: CUDA's limit for the third axis of a grid
+LIMIT, ENDLESS = 2**60, 2**62  # positions are clipped to ±LIMIT, so that their sums fit 64 bits
 
 
 class Operand(NamedTuple):
-    """The right side of a product; ``finite`` and what follows are None where nothing is excluded."""
+    """The right operand of a product; ``finite``, ``odd`` and ``some`` are None where no pair is excluded."""
 
     values: Array  # (N, n, d)
-    finite: Array = None  # the same, with zeros for what is not finite
-    odd: Array = None  # (N, n): rows in which something is not
-    some: Array = None  # whether there are any
+    finite: Array = None  # the same, with zeros in place of NaN and infinity
+    odd: Array = None  # (N, n): the rows with a NaN or infinity
+    some: Array = None  # whether any row has one
 
     def cut(self, rows: slice) -> Operand:
         """Return some of the rows."""
@@ -43,7 +43,7 @@ class Operand(NamedTuple):
 
 
 def operand(x: Array, excludes: bool) -> Operand:
-    """Prepare the right side of products in which something may be excluded."""
+    """Prepare the right operand of a product; ``excludes`` says whether pairs may be excluded."""
     if not excludes:
         return Operand(x)
     finite = cupy.isfinite(x)
@@ -52,25 +52,25 @@ def operand(x: Array, excludes: bool) -> Operand:
 
 
 def matrices(x: Array) -> Array:
-    """Join all axes but the last two or, where there are groups of heads, three into one: a view where it can be."""
+    """Reshape ``(B, kv_heads[, groups], n, d)`` to ``(N, rows, d)``: a view where ``x`` is contiguous."""
     rows = x.shape[2:-1]  # (n,), or (groups, n)
     return cupy.ascontiguousarray(x).reshape(x.shape[0] * x.shape[1], math.prod(rows), x.shape[-1])
 
 
 class Work:
-    """One problem: its layout, its tiles, and the tile at which the device code is."""
+    """One problem: its layout, its tiles, and the current tile of the device code."""
 
     def __init__(self, problem: Problem) -> None:
         sizes = self.sizes = problem.sizes
         self.problem = problem
         self.dtype = cupy.float64 if problem.dtype == "float64" else cupy.float32  # of scores and sums
-        self.single = problem.dtype != "float16"  # weights have that dtype too
+        self.single = problem.dtype != "float16"  # inputs, weights and scores have one dtype
         self.bias = None if problem.bias is None else self.pairs(problem.bias)
         self.types = (problem.dtype, problem.dtype if self.bias is None else dtype_name(self.bias.dtype))
         self.batch = math.prod(sizes.batch)
         n_k = min(sizes.n_k, SIDE)
         n_q = min(sizes.n_q, SIDE, max(LEAST, SCORES // (sizes.heads * n_k)))
-        self.n_k = min(sizes.n_k, max(n_k, SCORES // (sizes.heads * n_q)))  # longer where there are few queries
+        self.n_k = min(sizes.n_k, max(n_k, SCORES // (sizes.heads * n_q)))  # longer for few queries
         entries = min(SCORES // (sizes.heads * n_q * self.n_k), MATRICES // sizes.kv_heads)
         entries = min(self.batch, max(1, entries))
         self.scores = entries * sizes.heads * n_q * self.n_k
@@ -80,7 +80,7 @@ class Work:
         left, right = problem.reach
         self.bounded = left is not None or right is not None
         self.pairwise = any(x is not None for x in (problem.mask, problem.bias, problem.q_segments))
-        # a static length excludes nothing in a tile: the keys past it are in none
+        # a static length excludes no pair of a tile: no tile contains the keys past it
         self.lengths = problem.key_lengths is not None and not isinstance(problem.key_lengths, int)
         self.excludes = self.bounded or self.pairwise or self.lengths
         self.at = (slice(0), slice(0), slice(0))
@@ -118,13 +118,13 @@ class Work:
         return cupy.ascontiguousarray(x).reshape(self.batch, *shape)
 
     def positions(self, x: Array) -> Array:
-        """Return offsets or lengths, one a batch entry."""
+        """Return offsets or lengths, one for each batch entry, clipped to ±LIMIT."""
         if x.dtype.name == "uint64":
             x = cupy.minimum(x, x.dtype.type(LIMIT))
         return cupy.clip(self.integers(x, ()), -LIMIT, LIMIT)
 
     def _described(self) -> tuple[Any, list[Array]]:
-        """Return what the device code is told, and the arrays to which it points, which have to live as long."""
+        """Return the struct for the device code, and the arrays that it points to, which must be kept alive."""
         problem, sizes, struct = self.problem, self.sizes, np.zeros(1, dtype=TILE)
         left, right = (ENDLESS if x is None else min(x, LIMIT) for x in problem.reach)
         told: dict[str, Any] = {
@@ -151,20 +151,20 @@ class Work:
             struct[name] = value
         return struct, list(arrays.values())
 
-    # ---- powers of two, so that nothing overflows ------------------------------------------------------------
+    # ---- powers of two that prevent overflow -----------------------------------------------------------------
     #
-    # The bounds assume keys and values as large as their dtype allows, which saves a pass over them: powers of two
-    # lose no digit. In float16 nothing can overflow, since its products and sums are in float32.
-    # A row whose largest score is itself out of range is right in the forward only: its statistics are infinite, and
-    # to compute them again in units the backward would have to look at them on the host, or always pay for a pass.
+    # The bounds assume keys and values at the maximum of their dtype, which saves a pass over them: scaling by a
+    # power of two is exact. Float16 inputs cannot overflow, because their products and sums are in float32.
+    # A row with a largest score out of range is right in the forward only: its statistics are infinite. To compute
+    # them again in units, the backward would have to read them on the host, or take another pass in every call.
 
     @property
     def factor(self) -> float:
-        """What weights are multiplied by before their product with the values."""
+        """The factor of the weights in their product with the values."""
         return 2.0 ** -(self.sizes.n_k.bit_length() + 2) if self.single else 1.0
 
     def units(self, q: Array) -> Array:
-        """Return what the scores of each row are divided by, two powers of two: ``(B, kv_heads, groups, n_q, 2)``."""
+        """Return the divisors of the scores of each row, two powers of two: ``(B, kv_heads, groups, n_q, 2)``."""
         shape = (*q.shape[:-1], 1)
         if not self.single:
             return cupy.ones((*q.shape[:-1], 2), dtype=self.dtype)
@@ -184,7 +184,7 @@ class Work:
         return q / units[..., :1] / units[..., 1:]
 
     def divided(self, x: Array, units: Array) -> Array:
-        """Return scores (…, n_q) divided by the units of their rows; after a softcap they are not."""
+        """Return scores (…, n_q) divided by the units of their rows; with a softcap, unchanged."""
         return x if self.problem.softcap else x / units[..., 0] / units[..., 1]
 
     def in_full(self, x: Array, units: Array) -> Array:
@@ -192,7 +192,7 @@ class Work:
         return x if self.problem.softcap else x * units[..., 0] * units[..., 1]
 
     def unit_of_gradients(self, dout: Array) -> Array:
-        """Return the power of two by which dout and what comes of it are divided: 0-d."""
+        """Return the power of two that divides dout and all gradients during the computation: 0-d."""
         if not self.single:
             return cupy.ones((), dtype=self.dtype)
         size = cupy.max(cupy.where(cupy.isfinite(dout), abs(dout), dout.dtype.type(0)))
@@ -202,11 +202,11 @@ class Work:
     # ---- tiles -----------------------------------------------------------------------------------------------
 
     def room(self, dtype: Any = None) -> Array:
-        """Return memory for the largest tile, by default of scores."""
+        """Return a buffer for the largest tile, by default in the dtype of the scores."""
         return cupy.empty(self.scores, dtype=self.dtype if dtype is None else dtype)
 
     def key_tiles(self, queries: slice) -> Iterator[slice]:
-        """Yield the keys that some of the queries may see, as far as static arguments say."""
+        """Yield tiles of the keys that any of the queries may attend to, according to the static arguments."""
         problem, (left, right) = self.problem, self.problem.reach
         first, last, offset, lengths = 0, self.sizes.n_k, problem.q_offset, problem.key_lengths
         if isinstance(offset, int):
@@ -218,7 +218,7 @@ class Work:
             yield slice(start, min(start + self.n_k, last))
 
     def start(self, shape: tuple[int, ...], units: Array) -> tuple[Array, Array]:
-        """Return the sum and the largest score of rows that have seen nothing but the sinks."""
+        """Return the total and the largest score of each row before the first key: those of the sinks, if any."""
         if self.problem.sinks is None:
             return cupy.zeros(shape, dtype=self.dtype), cupy.full(shape, -cupy.inf, dtype=self.dtype)
         sinks = self.problem.sinks.astype(self.dtype).reshape(*shape[1:3], 1)  # (kv_heads, groups, 1)
@@ -227,34 +227,34 @@ class Work:
         return cupy.where(largest == -cupy.inf, one.dtype.type(0), one), largest
 
     def go_to(self, batch: slice, queries: slice, keys: slice) -> None:
-        """Tell the device code where the next tile is."""
+        """Make this the current tile of the device code."""
         self.at, struct = (batch, queries, keys), self.struct
         struct["batch"], struct["query"], struct["key"] = batch.start, queries.start, keys.start
         struct["n_q"], struct["n_k"] = queries.stop - queries.start, keys.stop - keys.start
 
     def tile(self, memory: Array) -> Array:
-        """Return this tile's part of the memory, (N, rows, n_k)."""
+        """Return the buffer's part for the current tile, (N, rows, n_k)."""
         batch, queries, keys = (x.stop - x.start for x in self.at)
         matrices, rows = batch * self.sizes.kv_heads, queries * (self.sizes.heads // self.sizes.kv_heads)
         return memory[: matrices * rows * keys].reshape(matrices, rows, keys)
 
     def excluding(self) -> bool:
-        """Say whether something may be excluded in this tile."""
+        """Return whether a pair of the current tile may be excluded."""
         (left, right), offset, (_, queries, keys) = self.problem.reach, self.problem.q_offset, self.at
         if self.pairwise or self.lengths or not isinstance(offset, int):
             return self.excludes
         ahead, behind = keys.stop - 1 - (offset + queries.start), offset + queries.stop - 1 - keys.start
         return (right is not None and ahead > right) or (left is not None and behind > left)
 
-    # ---- what is queued for a tile ---------------------------------------------------------------------------
+    # ---- device functions and products of a tile -------------------------------------------------------------
 
     def by_row(self, name: str, scores: Array, *arguments: Any) -> None:
-        """Queue a device function with a block for each row."""
+        """Launch a device function with one block for each row."""
         warps = min(8, -(-scores.shape[-1] // 128))
         launch(name, self.types, scores.shape[0] * scores.shape[1], warps, scores, *arguments, self.struct)
 
     def add_product(self, tile: Array, x: Operand, out: Array, *, transposed: bool = False) -> None:
-        """Add ``tile @ x`` or ``tileᵀ @ x`` to ``out``: what is excluded counts for nothing, whatever stands there."""
+        """Add ``tile @ x`` or ``tileᵀ @ x`` to ``out``; excluded pairs add nothing, even if ``x`` is NaN there."""
         isolated = x.finite is not None and self.excluding()
         product(tile, x.finite if isolated else x.values, out, transpose_a=transposed, add=True)
         if isolated:
@@ -264,7 +264,7 @@ class Work:
             launch("put_back", self.types, blocks, 2, *arguments)
 
     def add_bias(self, dbias: Array, raw: Array) -> None:
-        """Add this tile's share to the gradient of the bias."""
+        """Add the current tile's part to the gradient of the bias."""
         batch, queries, keys = self.at
         lengths = (batch.stop - batch.start, self.sizes.heads, queries.stop - queries.start, keys.stop - keys.start)
         axes = tuple(axis for axis, n in enumerate(dbias.shape) if n == 1)

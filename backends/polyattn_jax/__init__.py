@@ -1,4 +1,4 @@
-"""JAX as a polyattn backend: eager and traced, on its default and its other devices."""
+"""JAX as a polyattn backend: eager and traced, on all devices of the default platform and on the CPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WIDE = ("float64", "int64", "uint64", "complex128")
 
 @functools.cache
 def _jax() -> Any:
-    """Import JAX, by way of the module that prepares it: importing is done once, however many threads ask."""
+    """Import JAX through ``_prepared``, which registers polyattn's pytrees once, in any number of threads."""
     from ._prepared import jax
 
     return jax
 
 
 class JaxBackend(Backend):
-    """JAX arrays and tracers. polyattn never sets JAX's flags; 32-bit mode is the user's to leave."""
+    """JAX arrays and tracers. polyattn never sets JAX's flags; only the user can enable 64-bit types."""
 
     name = "jax"
     array_modules = ("jax", "jaxlib")
@@ -40,7 +40,7 @@ class JaxBackend(Backend):
     }
 
     def status(self) -> Status:
-        """Import JAX and ask for its devices, which a broken accelerator refuses."""
+        """Import JAX and list its devices, which fails if an accelerator does not work."""
         status = super().status()
         if status.state == "ready":
             try:
@@ -50,7 +50,7 @@ class JaxBackend(Backend):
         return status
 
     def devices(self) -> tuple[str, ...]:
-        """List the default platform's devices, then the host's."""
+        """List the devices of the default platform, then the CPU devices."""
         jax = _jax()
         return tuple(dict.fromkeys(_device_name(d) for d in (*jax.devices(), *jax.devices("cpu"))))
 
@@ -63,16 +63,16 @@ class JaxBackend(Backend):
         return isinstance(x, _jax().Array)
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Take a JAX array, a packed NumPy array, or an array on a device that JAX addresses."""
+        """Convert a JAX array, a contiguous NumPy array, or an array on a device of JAX."""
         jax = _jax()
         if isinstance(x, jax.Array):
             y = jax.numpy.array(x, copy=True) if copy else x
-        elif isinstance(x, np.ndarray) and dtype_name(x.dtype) == "bfloat16":  # outside DLPack's exchange with NumPy
+        elif isinstance(x, np.ndarray) and dtype_name(x.dtype) == "bfloat16":  # NumPy cannot export it by DLPack
             y = jax.numpy.asarray(x)
         else:
             y = jax.dlpack.from_dlpack(x, copy=copy)
         if not isinstance(x, jax.Array):
-            y.block_until_ready()  # a copy is made in the background, and the source may change meanwhile
+            y.block_until_ready()  # JAX copies asynchronously, and the source may change meanwhile
         if device is None or self.device_of(y) in (device, None):
             return y
         if copy is False:
@@ -80,29 +80,29 @@ class JaxBackend(Backend):
         return jax.device_put(y, self.native_device(device))
 
     def device_of(self, x: Array) -> str | None:
-        """Return the device of an array that has one; tracers and sharded arrays have none to name."""
+        """Return the device of an array; None for tracers and for arrays on several devices."""
         if isinstance(x, _jax().core.Tracer):
             return None
         devices = x.devices()
         return _device_name(next(iter(devices))) if len(devices) == 1 else None
 
     def native_device(self, device: str | None) -> Any:
-        """Find the device of that name."""
+        """Return the JAX device of this name."""
         if device is None:
             return None
         jax = _jax()
         return next(d for d in (*jax.devices(), *jax.devices("cpu")) if _device_name(d) == device)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """View host memory, read-only; fetch it from other devices."""
+        """Return a read-only view of host memory, or a copy from another device."""
         return np.asarray(x)
 
     def shares(self, x: Array) -> bool:
-        """Share what lies on a host device, of which JAX may have several, and of NumPy what is packed."""
+        """Share arrays on any CPU device, and contiguous NumPy arrays."""
         return super().shares(x) if isinstance(x, np.ndarray) else self.state(x).readable
 
     def dtype(self, name: str) -> Any:
-        """Return JAX's dtype, unless 32-bit mode would silently give another."""
+        """Return JAX's dtype; raise an error if 32-bit mode would replace it by a narrower one."""
         if name in WIDE and not _jax().config.jax_enable_x64:
             raise DTypeError(
                 f"jax is in 32-bit mode and has no {name}; enable it with "
@@ -111,7 +111,7 @@ class JaxBackend(Backend):
         return np.dtype(super().dtype(name))
 
     def state(self, x: Array) -> ArrayState:
-        """Keep tracers; read only concrete arrays on the CPU."""
+        """Declare tracers captive, and only concrete arrays on the CPU readable."""
         if isinstance(x, _jax().core.Tracer):
             return TRACED
         device = self.device_of(x)
@@ -122,13 +122,13 @@ class JaxBackend(Backend):
         return _jax().jit(function)  # type: ignore[no-any-return]  # JAX is Any to the type checker
 
     def register(self, kind: type) -> None:
-        """Make a pytree of it."""
+        """Register the class as a pytree."""
         from ._prepared import register
 
         register(kind)
 
     def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
-        """Loop with ``lax.scan``, so that program and memory do not grow with the length."""
+        """Loop with ``lax.scan``, so that neither the program nor its memory grows with the length."""
         jax = _jax()
         from ._placed import settled
 
@@ -143,7 +143,7 @@ class JaxBackend(Backend):
         return branched(predicate, if_true, if_false)
 
     def update_slice(self, x: Array, value: Array, start: Any, axis: int) -> Array:
-        """Write with ``dynamic_update_slice``: ``start`` may be traced, and a donated ``x`` is reused."""
+        """Write with ``dynamic_update_slice``: ``start`` may be traced, and the memory of a donated ``x`` is reused."""
         jax = _jax()
         if getattr(start, "ndim", 0) == 1 and x.shape[0] > 1:
             each = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis % x.ndim - 1)
@@ -162,7 +162,7 @@ class JaxBackend(Backend):
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array]:
-        """Tell JAX of the gradients, and of the tangents that they give, where anything is traced."""
+        """Define the gradients and tangents for JAX if any input is traced; else call ``forward`` alone."""
         tracer = _jax().core.Tracer
 
         def call(*arrays: Array) -> Array:

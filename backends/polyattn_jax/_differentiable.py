@@ -1,4 +1,4 @@
-"""An operation as JAX differentiates it: in reverse through our own backward, forward through what transposes that."""
+"""An operation with its derivatives for JAX: reverse mode by our backward, forward mode by its transpose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["differentiable", "moving"]
 def differentiable(
     forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
 ) -> Callable[..., Array]:
-    """Return ``y = op(*arrays)``, as :meth:`polyattn.backend.Backend.differentiable` has it."""
+    """Return ``op`` with ``y = op(*arrays)``, as :meth:`polyattn.backend.Backend.differentiable` defines it."""
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
     def op(*arrays: Array | None) -> Array:
@@ -44,19 +44,19 @@ def differentiable(
 
 
 def _evaluated(forward: Callable[..., Any], primals: Sequence[Array | None]) -> Any:
-    """Run a forward; where its arrays have values past JAX's partial evaluation, which takes as long again as it."""
+    """Run a forward; with concrete arrays, outside JAX's partial evaluation, which would double the time."""
     traced = any(isinstance(x, jax.core.Tracer) for x in primals)
     with contextlib.nullcontext() if traced else jax.core.eval_context():
         return forward(*primals)
 
 
 def moving(tangents: dict[Any, Any]) -> dict[Any, Array]:
-    """Return the tangents that there are, of what is there and is not known to stand still."""
+    """Return the tangents that are neither None nor known to be zero."""
     return {name: t for name, t in tangents.items() if t is not None and not isinstance(t, SymbolicZero)}
 
 
 def transposed(transpose: Callable[..., tuple[Array, ...]], y: Array) -> Linear:
-    """Return the function to one array like ``y`` whose transpose this is, which JAX finds by transposing it again."""
+    """Return the linear function with this transpose and one result like ``y``: JAX transposes the transpose."""
     like = jax.typeof(y).strip_weak_type()
 
     def apply(residuals: Sequence[Array], operands: Sequence[Array]) -> tuple[Array, ...]:

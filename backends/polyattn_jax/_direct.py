@@ -1,10 +1,10 @@
-"""Attention of few queries, all scores at once, where keys and values are read as they lie.
+"""Attention of few queries, with all scores at once and without a copy of the keys and values.
 
-Vaswani et al., "Attention is all you need" (2017), equation 1. Scores lie with the keys before the rows: both
-products then run over keys and values in their own order. The other way round XLA would turn the keys first,
-a copy as large as they are for each token.
+Vaswani et al., "Attention is all you need" (2017), equation 1. The scores are stored with the key axis before the
+row axis, so that both products read keys and values in their memory order. With the row axis first, XLA would
+transpose the keys, which copies all of them for each token.
 
-In a comment on a shape, u are the key heads, and rows the queries, once for each query head that reads a key head.
+In comments on shapes, u is the number of key heads. The rows of a key head are the queries of all its query heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-    """Return ``(out, statistics)`` as the kernel contract has them."""
+    """Return ``(out, statistics)`` as the kernel contract defines them."""
     return of_kernel(q, problem, _forward(operands(q, k, v, problem)))
 
 
@@ -32,15 +32,15 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowS
 def _forward(x: Operands) -> tuple[Array, Array, Array]:
     """Return out ``(h, n_q, d_v)``, the largest score and the logarithm of the total, both ``(h, n_q)``.
 
-    Where something overflowed, or there was NaN or infinity, the scan computes it: its look at all keys and values
-    before the products would take as long as these.
+    If a product overflows, or an input is NaN or infinite, the scan computes the problem. To test all keys and values
+    before the products, as the scan does, would take as long as the products.
     """
     *results, fits = _ordinary(x)
     return branched(fits, lambda: tuple(results), lambda: scan_forward(x))  # type: ignore[no-any-return]
 
 
 def _ordinary(x: Operands) -> tuple[Array, ...]:
-    """Return the three results, and whether they are finite."""
+    """Return the three results, and whether scores and out are finite."""
     n_q, (u, n_k, _) = x.q.shape[1], x.k.shape
     tile = QueryTile(x, Tiles(Span(n_q, n_q), Span(n_k, n_k), u), 0, 0)
     q, v = tile.rows(x.q) * x.scale, wide(x.v)  # (u, rows, d_k), (u, n_k, d_v)
@@ -62,7 +62,7 @@ def _ordinary(x: Operands) -> tuple[Array, ...]:
         total = total + jnp.exp(sinks - base)
     out = _dot(weights, v, (1, 1))  # (u, rows, d_v)
     some = True if allowed is None else jnp.any(allowed, axis=1)
-    total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, and not by exclusion
+    total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, although a pair is allowed
     out = out / jnp.where(total == 0, 1, total)[..., None]
     fits = fits & jnp.isfinite(jnp.sum(out))
     results = (out.astype(x.q.dtype), base, jnp.log(total))
@@ -70,5 +70,5 @@ def _ordinary(x: Operands) -> tuple[Array, ...]:
 
 
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
-    """Contract one axis of each, head by head."""
+    """Contract one axis of each array, for each head."""
     return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((0,), (0,))))

@@ -1,4 +1,4 @@
-"""The compiled kernels: two of our own, for few queries and for many, and the generic kernel for the rest."""
+"""The compiled kernels: ``direct`` for few queries, ``scan`` for many, and the generic kernel for other problems."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Stru
 __all__ = ["DirectKernel", "JitKernel", "ScanKernel"]
 
 LIMIT = 2**29
-"""Positions are int32; sums of three of these still fit."""
+"""Positions are int32 within ±LIMIT; sums of three of them fit."""
 FEW = 16
-"""Rows of a key head whose scores with all keys are few beside the keys."""
+"""The most rows of a key head for which all scores take little memory compared with the keys."""
 
 
 class JitKernel:
@@ -23,7 +23,7 @@ class JitKernel:
 
     name = "jit"
     traced: tuple[str, ...] = ("scale", "softcap")
-    """The numbers of a problem that a compiled function takes as operands: another one compiles nothing."""
+    """The numbers of a problem that are operands of the compiled function: a new value compiles nothing."""
 
     def supports(self, problem: Problem) -> str | None:
         """Support everything."""
@@ -47,10 +47,10 @@ class JitKernel:
         return AttentionGrads(*_compiled(kernel.name, "backward", structure)(arrays, *operands))
 
     def _for(self, **arrays: Array) -> JitKernel:
-        """Return the kernel for where the arrays lie: over several devices the generic one.
+        """Return the kernel for these arrays: the generic one if they are sharded over several devices.
 
-        XLA divides its batch and head axes among them. The others loop over these, so that XLA would bring the
-        whole to each device.
+        XLA partitions the batch and head axes of the generic kernel. The other kernels loop over these axes, so XLA
+        would gather the whole arrays on each device.
         """
         from ._placed import spread
 
@@ -58,13 +58,13 @@ class JitKernel:
 
 
 class ScanKernel(JitKernel):
-    """Two compiled functions of JAX's own (``_scan.py``), for problems without a bias and without dropout."""
+    """Two compiled functions written for JAX (``_scan.py``), for problems without bias and dropout."""
 
     name = "scan"
     traced = ("scale", "softcap", "q_offset", "key_lengths")
 
     def supports(self, problem: Problem) -> str | None:
-        """Leave to the generic kernel what has a gradient or random bits for each pair of a query and a key."""
+        """Refuse bias, structured masks and dropout."""
         if problem.bias is not None:
             return "it has a bias, whose gradient the scan does not compute"
         if problem.structured:
@@ -75,24 +75,24 @@ class ScanKernel(JitKernel):
 
 
 class DirectKernel(ScanKernel):
-    """The scan's problems where queries are few, as when decoding (``_direct.py``); the backward is the scan's."""
+    """The problems of the scan with few queries, as in decoding (``_direct.py``); the backward is that of the scan."""
 
     name = "direct"
 
     def supports(self, problem: Problem) -> str | None:
-        """Leave many queries to the scan."""
+        """Refuse many queries, which the scan computes."""
         sizes = problem.sizes
-        if sizes.n_q * (sizes.heads // max(sizes.kv_heads, 1)) > FEW:  # there may be no head at all
+        if sizes.n_q * (sizes.heads // max(sizes.kv_heads, 1)) > FEW:  # kv_heads may be 0
             return f"it is for at most {FEW} queries of a key head, each query head's counted"
         return super().supports(problem)
 
 
 def _flat(problem: Problem, traced: tuple[str, ...]) -> tuple[tuple[Array, ...], Structure]:
-    """Return a problem's operands, and the structure, which a compiled function is looked up by."""
+    """Return the arrays of a problem, and its structure, which is the key of the compiled function."""
     values: dict[str, Any] = {name: getattr(problem, name) for name in traced}
     if problem.reach == (None, None) and not problem.structured:
-        values["q_offset"] = 0  # nothing looks at it
-    if isinstance(problem.seed, int) and -(2**31) <= problem.seed < 2**31:  # a new one at each step compiles nothing
+        values["q_offset"] = 0  # unused
+    if isinstance(problem.seed, int) and -(2**31) <= problem.seed < 2**31:  # an operand: a new seed compiles nothing
         values["seed"] = np.asarray(problem.seed, dtype=np.int32)
     for name in traced:
         x = values[name]

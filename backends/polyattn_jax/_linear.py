@@ -1,8 +1,8 @@
-"""A linear function that knows its transpose, which is what JAX asks of the tangents of a function.
+"""A JAX primitive for a linear function with a given transpose.
 
-JAX goes through a ``custom_vjp`` in reverse only. Through a ``custom_jvp`` whose tangents are such a function it goes
-both ways: forward it is applied; in reverse it is transposed before it was ever applied, and what transposes it
-may be written by hand.
+JAX differentiates a ``custom_vjp`` in reverse mode only. It differentiates a ``custom_jvp`` in both modes if its
+tangents are computed by such a primitive: forward mode applies the function, and reverse mode calls the transpose,
+which may be written by hand.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Arrays = tuple[Array, ...]
 
 
 class Linear(NamedTuple):
-    """A function that is linear in its operands, whatever it is in its residuals, and its transpose.
+    """A function that is linear in its operands, not necessarily in its residuals, and its transpose.
 
-    ``apply(residuals, operands)`` gives the results; ``transpose(residuals, cotangents)``, given one of each result
-    or None for a zero, the cotangents of the operands.
+    ``apply(residuals, operands)`` returns the results. ``transpose(residuals, cotangents)`` takes a cotangent of each
+    result, None for zero, and returns the cotangents of the operands.
     """
 
     apply: Callable[[Arrays, Arrays], Arrays]
@@ -37,7 +37,7 @@ class Linear(NamedTuple):
 def linear(
     function: Linear, residuals: Sequence[Array], operands: Sequence[Array], like: Sequence[Array]
 ) -> Sequence[Array]:
-    """Return ``function.apply(residuals, operands)``, arrays of the shapes and dtypes of ``like``."""
+    """Return ``function.apply(residuals, operands)``, arrays with the shapes and dtypes of ``like``."""
     results = tuple(jax.typeof(x).strip_weak_type() for x in like)
     found: Sequence[Array] = _call.bind(
         *residuals, *operands, function=function, residuals=len(residuals), results=results
@@ -56,7 +56,7 @@ def _apply(*arrays: Array, function: Linear, residuals: int, results: Any) -> Se
 def _jvp(
     primals: Sequence[Array], tangents: Sequence[Any], *, function: Linear, residuals: int, results: Any
 ) -> tuple[Sequence[Array], Sequence[Array]]:
-    """Let the operands move, for which the function is its own derivative, and the residuals, as JAX sees them."""
+    """Add the tangents by operands, to which the function itself applies, and by residuals, which JAX computes."""
     call = functools.partial(_call.bind, function=function, residuals=residuals, results=results)
     kept, operands = tuple(primals[:residuals]), tuple(primals[residuals:])
     moving = [i for i, t in enumerate(tangents[:residuals]) if type(t) is not ad.Zero]
@@ -85,7 +85,7 @@ def _transpose(
 def _batch(
     arrays: Sequence[Array], axes: Sequence[int | None], *, function: Linear, residuals: int, results: Any
 ) -> tuple[Sequence[Array], Sequence[int]]:
-    """Map both directions over a new first axis, which every operand then has and a residual only if it was mapped."""
+    """Map function and transpose over a new first axis of all operands and of the mapped residuals."""
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
 
     def lead(x: Array, axis: int | None) -> Array:

@@ -1,7 +1,7 @@
-"""An attention problem as the scanning kernel sees it: key heads, each with the query heads that read it.
+"""An attention problem as operands of the scan kernel: key heads, each with its query heads.
 
-Batch and head axes become one axis. So every loop is over one axis, query heads that share a key head
-are more rows of one product, and an axis that ``jax.vmap`` maps is only more heads.
+Batch and head axes are merged into one axis. So each loop runs over one axis, the query heads of a key
+head are rows of one product, and an axis mapped by ``jax.vmap`` adds heads.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from polyattn.backend import Array, Problem
 __all__ = ["Operands", "by_head", "mapped_over_heads", "operands", "wide", "with_axes"]
 
 LIMIT = 2**29
-"""Positions are int32; sums of three of these still fit."""
+"""Positions are int32 within ±LIMIT; sums of three of them fit."""
 
 
 class Operands(NamedTuple):
-    """What a problem holds, for u key heads and h query heads, a multiple; None for what is absent."""
+    """The arrays and numbers of a problem with u key heads and h query heads, a multiple of u; None if absent."""
 
     q: Array  # (h, n_q, d_k)
     k: Array  # (u, n_k, d_k)
     v: Array  # (u, n_k, d_v)
     scale: Any
     softcap: Any
-    least: Array | None  # (u,): a query sees keys from its number plus this on
-    most: Array | None  # (u,): and up to its number plus this
+    least: Array | None  # (u,): query i attends to keys from i + least
+    most: Array | None  # (u,): up to i + most
     lengths: Array | None  # (u,)
     q_segments: Array | None  # (u, n_q)
     k_segments: Array | None  # (u, n_k)
     sinks: Array | None  # (h,)
     mask: Array | None  # (masks, n_q or 1, n_k or 1)
-    mask_of: Array | None  # (h,), which of the masks is a query head's
-    units: Any = None  # (h, n_q, 2): the scores of a row are divided by the product of its two powers of two
-    value_units: Any = None  # (u, 2): values are divided by the product of these two powers of two
+    mask_of: Array | None  # (h,): the index of the mask of each query head
+    units: Any = None  # (h, n_q, 2): two powers of two for each row, by which its scores are divided
+    value_units: Any = None  # (u, 2): two powers of two for each key head, by which its values are divided
 
     @property
     def shared(self) -> int:
-        """How many query heads read a key head."""
+        """The number of query heads for each key head."""
         return int(self.q.shape[0]) // int(self.k.shape[0])
 
 
@@ -53,7 +53,7 @@ def operands(q: Array, k: Array, v: Array, problem: Problem) -> Operands:
     left, right = problem.reach
 
     def per_item(x: Array | None, *axes: int) -> Array | None:
-        """Repeat what an item of the batch has for each of its key heads."""
+        """Repeat an array of the batch axes and ``axes`` for each key head."""
         if x is None:
             return None
         x = jnp.broadcast_to(x, (*batch, *axes)).reshape(*batch, 1, *axes)
@@ -72,10 +72,10 @@ def operands(q: Array, k: Array, v: Array, problem: Problem) -> Operands:
 
 
 def by_head(x: Array, lead: tuple[int, ...]) -> Array:
-    """Return ``(…, n, d)`` as ``(heads, n, d)``, ``lead`` being the axes that it broadcasts to before the last two."""
+    """Broadcast the axes before the last two to ``lead``, and merge them: ``(…, n, d)`` to ``(heads, n, d)``."""
     n, d = x.shape[-2:]
     if math.prod(x.shape[:-2]) != math.prod(lead):
-        x = jnp.broadcast_to(wide(x), (*lead, n, d))  # wide: its gradient is a sum
+        x = jnp.broadcast_to(wide(x), (*lead, n, d))  # wide, because its gradient is a sum
     return x.reshape(-1, n, d)
 
 
@@ -93,9 +93,9 @@ def wide(x: Array) -> Array:
 
 
 def mapped_over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of Operands and of arrays by query head, whose mapped form is itself, over more heads.
+    """Return a function of Operands and arrays by query head, for which ``jax.vmap`` merges the mapped axis into heads.
 
-    Left to itself ``jax.vmap`` would compute both sides of every condition, and copy what a loop carries.
+    By default ``jax.vmap`` would compute both branches of each condition and copy the carry of each loop.
     """
     mapped: Any = jax.custom_batching.custom_vmap(function)
 
@@ -121,16 +121,16 @@ def mapped_over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _position(x: int | Array, shift: int = 0) -> Array:
-    """Return ``x + shift`` as int32, what is out of its reach moved to its ends."""
+    """Return ``x + shift`` as int32, with values out of range clipped."""
     if isinstance(x, int):
         return np.int32(min(max(x + shift, -LIMIT), LIMIT))
     ends = jnp.iinfo(x.dtype)
     near = jnp.clip(x, max(ends.min, -LIMIT), min(ends.max, LIMIT)).astype(np.int32)
-    return near + np.int32(min(max(shift, -2 * LIMIT), 2 * LIMIT))  # twice: enough to undo any position
+    return near + np.int32(min(max(shift, -2 * LIMIT), 2 * LIMIT))  # twice LIMIT: the distance of two positions
 
 
 def _masks(problem: Problem) -> tuple[Array | None, Array | None]:
-    """Return the masks as ``(masks, n_q or 1, n_k or 1)``, and which of them is each query head's."""
+    """Return the masks as ``(masks, n_q or 1, n_k or 1)``, and the index of the mask of each query head."""
     mask = problem.mask
     if mask is None:
         return None, None

@@ -1,9 +1,9 @@
-"""A kernel's forward and backward as JAX differentiates them.
+"""The forward and backward of a kernel with their derivatives for JAX.
 
-The backward is linear in dout and dlse, and its transpose is the forward's tangents, which are written by hand as it
-is (``polyattn.backend.attention_tangents``). JAX goes through either in both directions, and keeps no scores. Only a
-second derivative taken in reverse, of the backward itself, goes through the generic kernel as JAX differentiates it.
-Of the row statistics only the sum, the log-sum-exp, has derivatives: they stand at the second of the two, and the
+The backward is linear in dout and dlse. Its transpose computes the tangents of the forward, and both are written by
+hand (``polyattn.backend.attention_tangents``). So JAX differentiates both in both modes and stores no scores. Only
+for a reverse-mode derivative of the backward with respect to its residuals, JAX differentiates the generic kernel.
+Only the sum of the two row statistics, the log-sum-exp, has derivatives: they are assigned to the second one, and the
 largest score counts as a constant.
 """
 
@@ -24,19 +24,19 @@ __all__ = ["Passes"]
 
 GENERIC: Any = TiledKernel()
 Arrays = tuple[Any, ...]
-"""The arrays of a problem, as it is flattened."""
+"""The arrays of a flattened problem."""
 Inputs = tuple[Arrays, Array, Array, Array, Array, RowStatistics]
 """The arrays of the problem, q, k, v, out and the row statistics."""
 
 
 class Passes:
-    """Both passes of a kernel, which is an object or a module, for the problems of one structure."""
+    """Forward and backward of a kernel, which is an object or a module, for problems of one structure."""
 
     def __init__(self, kernel: Any, structure: Structure) -> None:
         self._kernel, self._structure = kernel, structure
 
     def forward(self, arrays: Arrays, q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
-        """Return ``(out, statistics)``; ``arrays`` are those of the problem."""
+        """Return ``(out, statistics)``; ``arrays`` holds the arrays of the problem."""
 
         @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
         def run(arrays: Arrays, q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
@@ -62,7 +62,7 @@ class Passes:
         return tuple(grads.get(name) for name in Tangents._fields)
 
     def _tangents(self, inputs: Inputs, moved: dict[str, Array]) -> tuple[Array, Array]:
-        """Return the tangents of out and lse, linear in ``moved``."""
+        """Return the tangents of out and lse, linear in the tangents ``moved``."""
         names = tuple(moved)
         residuals, tree = jax.tree.flatten(inputs)
 
@@ -113,7 +113,7 @@ class Passes:
         def run(arrays: Arrays, *operands: Array | None) -> Any:
             return self._kernel.backward(*operands, self._problem(arrays))
 
-        # JAX does not differentiate a loop of computed length in reverse.
+        # JAX has no reverse mode for a loop with a computed length.
         run.defjvp(lambda primals, tangents: jax.jvp(generic, primals, tangents))
         return run(arrays, *operands)
 
@@ -122,6 +122,6 @@ class Passes:
         return problem
 
     def _by_name(self, arrays: Arrays, q: Any, k: Any, v: Any) -> dict[str, Any]:
-        """Return what has a gradient, or the tangents in its place; of a bias with structure that is its table."""
+        """Return the inputs with a gradient, or their tangents, by name; for a structured bias, its table."""
         problem = self._problem(arrays)
         return dict(zip(Tangents._fields, (q, k, v, problem.bias_array, problem.sinks), strict=True))

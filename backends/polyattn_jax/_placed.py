@@ -1,4 +1,4 @@
-"""Where JAX says that an array lies: over the devices of a mesh, and inside ``shard_map`` along which of its axes."""
+"""The placement of JAX arrays: over the devices of a mesh, and inside ``shard_map`` the mesh axes of variation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["alike", "branched", "settled", "spread"]
 
 
 def spread(**arrays: Array) -> bool:
-    """Say whether XLA divides any of these among devices, as it does outside of ``shard_map``.
+    """Return whether XLA partitions any of these arrays among devices, as it does outside ``shard_map``.
 
     Raises
     ------
     BackendMismatchError
-        If the types say how: our loops over tiles do not.
+        If a type has an explicit sharding, which the loops over tiles do not support.
     """
     found = False
     for name, x in arrays.items():
@@ -41,10 +41,10 @@ def spread(**arrays: Array) -> bool:
 
 
 def alike(*arrays: Array | None) -> list[Array | None]:
-    """Inside ``shard_map``, let every array vary along each axis of the mesh along which one of them does.
+    """Inside ``shard_map``, mark each array as varying along every mesh axis along which any of them varies.
 
-    Where JAX checks that, a loop may not begin with zeros that are the same on all devices; and the gradient of what
-    is the same on all of them is the sum of theirs.
+    JAX's check requires it: the carry of a loop must not change from replicated to varying. The gradient of a
+    replicated array is then summed over the devices.
     """
     axes = [frozenset() if x is None else _varying(x) for x in arrays]
     every: frozenset[Any] = frozenset().union(*axes)
@@ -52,7 +52,7 @@ def alike(*arrays: Array | None) -> list[Array | None]:
 
 
 def settled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any) -> Any:
-    """Return what a loop begins with, inside ``shard_map`` varying as what one step of it gives."""
+    """Return the initial carry of a loop; inside ``shard_map``, varying along the axes of the carry after one step."""
     if not _in_shard_map():
         return carry
     found: list[frozenset[Any]] = []
@@ -68,7 +68,7 @@ def settled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any) -> Any:
 
 
 def branched(predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-    """Run ``lax.cond``; inside ``shard_map`` the results of both branches vary along the same axes."""
+    """Run ``lax.cond``; inside ``shard_map``, mark the results of both branches as varying along the same axes."""
     if not _in_shard_map():
         return jax.lax.cond(predicate, if_true, if_false)
     found: list[list[frozenset[Any]]] = []
@@ -96,7 +96,7 @@ def _in_shard_map() -> bool:
 
 def _varying(x: Array) -> frozenset[Any]:
     aval = jax.typeof(x)
-    kind = getattr(aval, "manual_axis_type", None)  # JAX ≥ 0.10; before it, the axes themselves, or no such types
+    kind = getattr(aval, "manual_axis_type", None)  # JAX ≥ 0.10; older versions have ``vma`` or neither
     found = getattr(aval, "vma", frozenset()) if kind is None else kind.varying
     return frozenset(found)
 

@@ -1,4 +1,4 @@
-"""JAX, with polyattn's caches and layers registered as pytrees. Imported only once JAX is asked for."""
+"""JAX, with polyattn's caches, records and layers registered as pytrees. This module imports JAX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def register(kind: type) -> None:
-    """Make a pytree of a record or a layer, once, however many threads ask."""
+    """Register a class of records or layers as a pytree, once and thread-safely."""
     with _lock:
         _registered(kind)
 

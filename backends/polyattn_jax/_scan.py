@@ -1,10 +1,10 @@
-"""Attention as a compiled loop over tiles of queries, and for each over tiles of keys, forward and backward.
+"""Attention as a compiled loop over query tiles, and for each over key tiles, forward and backward.
 
 Rabe and Staats, "Self-attention does not need O(n²) memory" (2021); Dao et al., "FlashAttention" (2022).
-Where the loop over the keys begins and ends is computed, so one program serves every offset and length.
+The bounds of the loop over the keys are computed, so one program is compiled for all offsets and lengths.
 
-In a comment on a shape, n_q and n_k are those of a tile, and heads the key heads that are computed together;
-rows are the queries of a tile, once for each query head that reads a key head.
+In comments on shapes, n_q and n_k are lengths of a tile, and heads is the number of key heads that are computed
+together. The rows of a key head are the queries of all its query heads.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["backward", "forward"]
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-    """Return ``(out, statistics)`` as the kernel contract has them."""
+    """Return ``(out, statistics)`` as the kernel contract defines them."""
     return of_kernel(q, problem, _forward(operands(q, k, v, problem)))
 
 
 def of_kernel(q: Array, problem: Problem, results: tuple[Array, ...]) -> tuple[Array, RowStatistics]:
-    """Return out, the largest scores and the logarithms of the totals by head as the kernel contract has them."""
+    """Reshape results by head (out, largest score, logarithm of the total) as the kernel contract defines them."""
     out, *statistics = results
     rows = problem.sizes.scores[:-1]
     return out.reshape(*rows, -1).astype(q.dtype), RowStatistics(*(y.reshape(rows) for y in statistics))
@@ -43,7 +43,7 @@ def backward(
     dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
     problem: Problem,
 ) -> AttentionGrads:  # fmt: skip
-    """Return the gradients as the kernel contract has them."""
+    """Return the gradients as the kernel contract defines them."""
     batch, heads, kv_heads, *_ = problem.sizes
     rows = (math.prod(batch) * heads, problem.sizes.n_q)
     dout, out = (y.reshape(*rows, -1) for y in (dout, out))
@@ -51,7 +51,7 @@ def backward(
     unit = jnp.repeat(x.value_units, x.shared, axis=0)[:, None, :]  # (h, 1, 2)
 
     def given() -> tuple[Array, Array, Array]:
-        empty = jnp.all(out == 0, axis=-1)  # such a row's upstream, NaN or not, moves no sink
+        empty = jnp.all(out == 0, axis=-1)  # a NaN in dout of an empty row must not reach the sinks
         mean = jnp.where(empty, 0, jnp.sum(wide(dout) * divided(wide(out), unit[:, :, None, :]), axis=-1))
         return *(wide(y).reshape(rows) for y in statistics), mean
 
@@ -79,8 +79,8 @@ def backward(
 def _forward(x: Operands) -> tuple[Array, Array, Array]:
     """Return out ``(h, n_q, d_v)``, the largest score and the logarithm of the total, both ``(h, n_q)``.
 
-    Few rows come here where the direct kernel's result is not finite. XLA sets memory aside for that in any case, so
-    their tiles are small.
+    The direct kernel calls this for few rows if its result is not finite. XLA reserves memory for this branch in every
+    call, so the tiles of few rows are small.
     """
     x, tiles, finite = in_units(x), tiles_of(x, small=True), _finite(x.v)
     (h, n_q, _), d_v, dtype = x.q.shape, x.v.shape[2], wide(x.q).dtype
@@ -97,14 +97,14 @@ def _forward(x: Operands) -> tuple[Array, Array, Array]:
 
 
 def _forward_tile(tile: QueryTile, finite: Array) -> tuple[Array, Array, Array]:
-    """Return out ``(heads, rows, d_v)``, divided once, the largest score and the logarithm of the total."""
+    """Return out ``(heads, rows, d_v)``, the largest score and the logarithm of the total, both ``(heads, rows)``."""
     value_unit, up = tile.value_unit, units_of(tile.x, tile.rows(tile.x.units)[..., None, :])
 
     def add(weights: Array, j: Any, allowed: Allowed) -> Array:
         return _over_keys(weights, divided(tile.keys(j)[1], value_unit), allowed, finite)  # (heads, rows, d_v)
 
     out, total, largest, some = _sums(tile, tile.x.v.shape[2], add)
-    total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, and not by exclusion
+    total = jnp.where(some & (total == 0), jnp.nan, total)  # all scores are −inf, although a pair is allowed
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     return (
         multiplied(out / jnp.where(total == 0, 1, total)[..., None], value_unit),
@@ -113,7 +113,7 @@ def _forward_tile(tile: QueryTile, finite: Array) -> tuple[Array, Array, Array]:
 
 
 def _sums(tile: QueryTile, features: int, add: Callable[[Array, Any, Allowed], Array]) -> tuple[Array, ...]:
-    """Return Σ ``add(exp(score), key tile)``, Σ exp(score), the largest score in its unit, and whether any is."""
+    """Return Σ ``add(exp(score), key tile)``, Σ exp(score), the largest score in units, and if any pair is allowed."""
     x, units = tile.x, tile.rows(tile.x.units)
     q, up = divided(tile.rows(x.q) * x.scale, units[..., None, :]), units_of(x, units[..., None, :])  # (heads, rows, ·)
 
@@ -134,7 +134,7 @@ def _sums(tile: QueryTile, features: int, add: Callable[[Array, Any, Allowed], A
 
 
 def _no_keys(tile: QueryTile, q: Array, up: Any, features: int) -> tuple[Array, Array, Array, Array]:
-    """Return Σ exp(score) ·, Σ exp(score), the largest score, and whether there was one, before any key."""
+    """Return the initial values of the results of :func:`_sums`: zeros, or those of the sinks."""
     x, rows = tile.x, q.shape[:2]
     out, some = jnp.zeros((*rows, features), q.dtype), jnp.zeros(rows, bool)
     if x.sinks is None:
@@ -146,9 +146,9 @@ def _no_keys(tile: QueryTile, q: Array, up: Any, features: int) -> tuple[Array, 
 
 @mapped_over_heads
 def _statistics(x: Operands, dout: Array) -> tuple[Array, Array, Array]:
-    """Return each row's largest score, in its unit, the logarithm of its total, and rowsum(weights · dweights).
+    """Return for each row the largest score in units, the logarithm of the total, and rowsum(weights · dweights).
 
-    ``x`` has its units already, here and in what follows.
+    Here and in :func:`_backward`, ``x`` must have its units.
     """
     tiles, dtype = tiles_of(x), wide(x.q).dtype
 
@@ -173,9 +173,9 @@ def _statistics(x: Operands, dout: Array) -> tuple[Array, Array, Array]:
 
 @mapped_over_heads
 def _backward(x: Operands, dout: Array, largest: Array, log_total: Array, shift: Array) -> tuple[Array, Array, Array]:
-    """Return dq ``(h, n_q, d_k)``, dk and dv, wide.
+    """Return dq ``(h, n_q, d_k)``, dk and dv, in float32 at least.
 
-    ``shift (h, n_q)`` is dlse − rowsum(dout · out), divided as the values are.
+    ``shift (h, n_q)`` is dlse − rowsum(dout · out), divided by the units of the values.
     """
     tiles, finite = tiles_of(x), _finite(x.q, x.k, dout)
     upstream = (dout, largest, log_total, shift)
@@ -199,16 +199,16 @@ def _backward(x: Operands, dout: Array, largest: Array, log_total: Array, shift:
 
 
 def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, carry: Any) -> tuple[Array, Array]:
-    """Add a query tile to dq ``(h, n_q, d_k)``, and to dk and dv, one above the other: ``(heads, d_k + d_v, n_k)``.
+    """Add the part of a query tile to dq ``(h, n_q, d_k)``, and to dk and dv, joined as ``(heads, d_k + d_v, n_k)``.
 
-    Apart, XLA would exchange a product's operands for the transpose that follows. That halves its rate,
-    and where an axis is two or three long ends the process (jaxlib 0.10, CPU).
+    If dk and dv were separate, XLA would swap the operands of the products to save a transpose. That halves their
+    speed, and aborts the process for an axis of length 2 or 3 (jaxlib 0.10, CPU).
     """
     x, (q, units, dout, largest, log_total, shift) = tile.x, (tile.rows(y) for y in (tile.x.q, tile.x.units, *upstream))
     units = units[..., None, :]
     q, up = q * x.scale, units_of(x, units)
     in_units = divided(q, units)
-    # Each of the products below runs over rows or keys that lie side by side: none has to be transposed.
+    # Each product below contracts an axis that is contiguous in memory, so XLA transposes no operand.
     q_t, dout_t = q.swapaxes(1, 2), dout.swapaxes(1, 2)
 
     def body(j: Any, carry: Any, allowed: Allowed) -> Any:
@@ -235,7 +235,7 @@ def _backward_tile(tile: QueryTile, upstream: tuple[Array, ...], finite: Array, 
 
 
 def multiplied(x: Array, units: Any) -> Array:
-    """Return ``x`` times the units of its rows, two factors on the last axis; None is 1."""
+    """Return ``x`` times the units of its rows, two factors on the last axis; None means 1."""
     return x if units is None else x * units[..., 0] * units[..., 1]
 
 
@@ -245,12 +245,12 @@ def divided(x: Array, units: Any) -> Array:
 
 
 def units_of(x: Operands, units: Array) -> Array | None:
-    """Return the units in which scores are: none after a softcap, which keeps them small."""
+    """Return the units of the scores: None with a softcap, which bounds the scores."""
     return units if x.softcap is None else None
 
 
 def _over_keys(scores: Array, x: Array, allowed: Allowed, finite: Array) -> Array:
-    """Return Σ scores x over the keys, which ``x (heads, n_k, d)`` has as rows: ``(heads, rows, d)``."""
+    """Return ``scores (heads, rows, n_k) @ x (heads, n_k, d)``."""
     if allowed is None:
         return _dot(scores, x, (2, 1))
     return lax.cond(
@@ -261,16 +261,17 @@ def _over_keys(scores: Array, x: Array, allowed: Allowed, finite: Array) -> Arra
 
 
 def _over_rows(x_t: Array, scores: Array, allowed: Allowed, finite: Array) -> Array:
-    """Return Σ x scores over the rows, which ``x_t (heads, d, rows)`` has as columns: ``(heads, d, n_k)``."""
+    """Return ``x_t (heads, d, rows) @ scores (heads, rows, n_k)``."""
     if allowed is None:
         return _dot(x_t, scores, (2, 1))
     return lax.cond(finite, lambda: _dot(x_t, scores, (2, 1)), lambda: _isolated(x_t, scores, allowed()))
 
 
 def _isolated(x: Array, scores: Array, allowed: Array) -> Array:
-    """Return ``x scores``, where what is not finite in ``x (heads, d, m)`` counts only for pairs that are allowed.
+    """Return ``x (heads, d, m) @ scores (heads, m, n)``; NaN and infinity in ``x`` count for allowed pairs only.
 
-    A score that is excluded is zero, but zero times NaN is not: such entries are added one by one.
+    The score of an excluded pair is 0, but 0 times NaN is NaN. So columns of ``x`` that are not finite are added one
+    by one.
     """
     allowed = jnp.broadcast_to(allowed, scores.shape)  # (heads, m, n)
     fault = jnp.any(~jnp.isfinite(x), axis=(0, 1))  # (m,)
@@ -287,10 +288,10 @@ def _isolated(x: Array, scores: Array, allowed: Array) -> Array:
 
 
 def products(a: Array, b: Array) -> Array:
-    """Return a bᵀ, head by head.
+    """Return a bᵀ for each head.
 
-    A product over one feature XLA would compute again for each use, in one operation with what follows: its rounding,
-    as large as the scores are, would differ from use to use. So it gets a second feature, of zeros.
+    XLA would fuse a product over one feature with each of its uses, and compute it again in each, with different
+    rounding errors, which are large for large scores. So a second feature of zeros is appended.
     """
     if a.shape[2] == 1:
         a, b = (jnp.pad(y, ((0, 0), (0, 0), (0, 1))) for y in (a, b))
@@ -298,7 +299,7 @@ def products(a: Array, b: Array) -> Array:
 
 
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
-    """Contract one axis of each, head by head."""
+    """Contract one axis of each array, for each head."""
     return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((0,), (0,))))
 
 
@@ -308,11 +309,11 @@ def _softcapped(scores: Array, x: Operands, units: Array) -> Array:
 
 
 def _finite(*arrays: Array) -> Array:
-    """Return True where all entries are finite; where their sum is not it may be False."""
+    """Return whether the sum of all entries is finite, which implies that all entries are."""
     return jnp.isfinite(sum(jnp.sum(wide(x)) for x in arrays))
 
 
 def _add(total: Array, part: Array, start: Any) -> Array:
-    """Return the total with a part added from ``start`` on along the last axis."""
+    """Return the total with a part added along the last axis, from ``start``."""
     here = lax.dynamic_slice_in_dim(total, start, part.shape[2], axis=2)
     return lax.dynamic_update_slice_in_dim(total, here + part, start, axis=2)

@@ -1,4 +1,4 @@
-"""The tiles of the scanning kernel: how large they are, and one tile of queries with the key tiles that it may see."""
+"""The tiles of the scan kernel: their sizes, and one query tile with its range of key tiles."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ._operands import Operands, wide
 __all__ = ["Allowed", "QueryTile", "Tiles", "loop", "put", "tiles_of"]
 
 Allowed = Callable[[], Array] | None
-"""Makes the pairs of a tile that may attend, ``(1 or heads, 1 or rows, 1 or n_k)``; None where all may."""
+"""A function that returns the allowed pairs of a tile, ``(1 or heads, 1 or rows, 1 or n_k)``; None if all are."""
 
 SIDE = 512
-"""Rows and keys of a tile. XLA's products on the CPU fall to half their rate below this, and gain nothing above."""
+"""Rows and keys of a tile. On the CPU, XLA's products are half as fast for smaller tiles, no faster for larger ones."""
 SCORES = 2**19
-"""Of one step, over the key heads that are computed together: two such tiles; one alone is slower."""
+"""Scores of one step, over the key heads that are computed together: two such tiles; a single tile is slower."""
 FEW = 16
-"""Rows that are computed with all keys at once: their scores are few beside the keys, which a tile would copy."""
+"""The most rows that are computed with all keys at once: their scores are small compared with a copy of the keys."""
 SMALL = 2**10
-"""Keys of a small tile, those of all its heads."""
+"""Keys of a small tile, over all its heads."""
 
 
 class Span(NamedTuple):
-    """An axis of length n in tiles of one length; where that does not divide it, the last begins before its turn."""
+    """An axis of length n in tiles of equal length. If the length does not divide n, the last two tiles overlap."""
 
     n: int
     length: int
@@ -42,17 +42,17 @@ class Span(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the last tile holds some of the one before."""
+        """Whether the last tile overlaps the one before."""
         return self.n % self.length != 0
 
     def start(self, number: Any) -> Any:
-        """Return where a tile starts."""
+        """Return the start of a tile."""
         start = number * self.length
         return jnp.minimum(start, self.n - self.length) if self.overlaps else start
 
 
 class Tiles(NamedTuple):
-    """The tiles of a problem; ``heads`` key heads are computed together."""
+    """The tiles of a problem; ``heads`` is the number of key heads that are computed together."""
 
     queries: Span
     keys: Span
@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(x: Operands, *, small: bool = False) -> Tiles:
-    """Return tile lengths chosen from the shapes; few rows see all keys at once, or with ``small`` few of them."""
+    """Return tiles chosen by the shapes. For few rows one tile holds all keys, or few keys if ``small``."""
     n_q, (u, n_k, _) = x.q.shape[1], x.k.shape
     if n_q * x.shared <= FEW:
         keys = _even(n_k, SMALL // 8 if small else n_k)
@@ -73,20 +73,20 @@ def tiles_of(x: Operands, *, small: bool = False) -> Tiles:
 
 
 def _divisor(n: int, most: int) -> int:
-    """Return the largest divisor that is no larger than that, and at least 1."""
+    """Return the largest divisor of n that is at most ``most``, and at least 1."""
     return max(m for m in range(1, max(min(most, n), 1) + 1) if n % m == 0)
 
 
 def _even(n: int, most: int) -> Span:
-    """Return the fewest tiles that are no longer than that, of nearly equal length."""
+    """Return the fewest tiles with lengths of at most ``most``, with little overlap."""
     return Span(n, -(-n // -(-n // most)))
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries of the key heads from ``head`` on.
+    """A tile of queries, for the key heads that start at ``head``.
 
-    Its rows are its queries, once for each query head that reads a key head. ``once``: a query that the
-    tile before had too is excluded, so that no pair counts twice.
+    The rows of a key head are the queries of all its query heads. With ``once``, queries that are in the
+    previous tile too are excluded, so that no pair counts twice.
     """
 
     x: Operands
@@ -97,17 +97,17 @@ class QueryTile(NamedTuple):
 
     @property
     def at(self) -> tuple[Any, Any]:
-        """Where it starts in an array by query head."""
+        """The start of the tile in an array by query head and query."""
         return self.head * self.x.shared, self.tiles.queries.start(self.number)
 
     def rows(self, y: Array) -> Array:
-        """Return its part ``(heads, rows, …)`` of an array ``(h, n_q, …)``, wide."""
+        """Return the tile's part ``(heads, rows, …)`` of an array ``(h, n_q, …)``, in float32 at least."""
         part = take(y, self.at, (self.tiles.heads * self.x.shared, self.tiles.queries.length))
         return wide(part).reshape(self.tiles.heads, -1, *y.shape[2:])
 
     @property
     def value_unit(self) -> Array:
-        """What the values of its heads are divided by, two factors: ``(heads, 1, 1, 2)``."""
+        """The divisors of the values of the tile's heads, two factors: ``(heads, 1, 1, 2)``."""
         return take(self.x.value_units, (self.head,), (self.tiles.heads,))[:, None, None, :]
 
     def by_query_head(self, part: Array) -> Array:
@@ -115,12 +115,12 @@ class QueryTile(NamedTuple):
         return part.reshape(len(part) * self.x.shared, -1, *part.shape[2:])
 
     def keys(self, j: Any) -> tuple[Array, Array]:
-        """Return keys and values of a key tile, ``(heads, n_k, d)``, wide."""
+        """Return keys and values of a key tile, ``(heads, n_k, d)``, in float32 at least."""
         at, sizes = (self.head, self.tiles.keys.start(j)), (self.tiles.heads, self.tiles.keys.length)
         return wide(take(self.x.k, at, sizes)), wide(take(self.x.v, at, sizes))
 
     def over_keys(self, body: Callable[[Any, Any, Allowed], Any], carry: Any) -> Any:
-        """Run ``carry = body(key tile, carry, allowed)`` for the key tiles in which a query may see something."""
+        """Run ``carry = body(key tile, carry, allowed)`` for the key tiles that may contain an allowed pair."""
 
         def whole(j: Any, carry: Any) -> Any:
             return body(j, carry, None)
@@ -134,7 +134,7 @@ class QueryTile(NamedTuple):
         first, first_whole, past_whole, past = self._bounds()
         if not self._by_pair:
             carry = lax.fori_loop(first_whole, past_whole, whole, carry)
-        before = first_whole - first  # then those before the whole ones, and those after
+        before = first_whole - first  # the partial tiles before and after the whole tiles follow
 
         def around(i: Any, carry: Any) -> Any:
             return partial(i + jnp.where(i < before, first, past_whole - before), carry)
@@ -143,7 +143,7 @@ class QueryTile(NamedTuple):
 
     @property
     def _by_pair(self) -> bool:
-        """Whether no key tile can be known to be whole."""
+        """Whether any pair may be excluded individually, so that no key tile is known to be whole."""
         return self.x.mask is not None or self.x.q_segments is not None
 
     @property
@@ -152,12 +152,12 @@ class QueryTile(NamedTuple):
 
     @property
     def excluding(self) -> bool:
-        """Whether anything can be excluded at all."""
+        """Whether any pair can be excluded."""
         by_position = any(y is not None for y in (self.x.least, self.x.most, self.x.lengths))
         return by_position or self._by_pair or self._fresh or self.tiles.keys.overlaps
 
     def _bounds(self) -> tuple[Any, Any, Any, Any]:
-        """Return the first key tile to visit, the first and one past the last that are whole, one past the last."""
+        """Return the range of key tiles and, inside it, the range of whole ones: first, first whole, two stops."""
         x, (queries, keys, heads) = self.x, self.tiles
         first = first_whole = np.int32(0)
         past, past_whole = np.int32(keys.tiles), np.int32(keys.tiles - keys.overlaps)
@@ -182,7 +182,7 @@ class QueryTile(NamedTuple):
         return first, first_whole, first_whole if self._by_pair else jnp.clip(past_whole, first_whole, past), past
 
     def allowed(self, j: Any) -> Array:
-        """Return the pairs of a key tile that may attend, ``(1 or heads, 1 or rows, 1 or n_k)``."""
+        """Return the allowed pairs of a key tile, ``(1 or heads, 1 or rows, 1 or n_k)``."""
         x, (queries, keys, heads) = self.x, self.tiles
         start, key_start = queries.start(self.number), keys.start(j)
         row = start + self._repeated(jnp.arange(queries.length, dtype=np.int32)[None])[..., None]  # (1, rows, 1)
@@ -211,7 +211,7 @@ class QueryTile(NamedTuple):
         return self._repeated(of_queries)[:, :, None] == of_keys[:, None, :]
 
     def _mask(self, masks: Array, start: Any, key_start: Any) -> Array:
-        """Return the tile of the mask of each head, ``(1 or heads, rows, 1 or n_k)``."""
+        """Return the mask of the tile, ``(1 or heads, rows, 1 or n_k)``."""
         x, (queries, keys, heads) = self.x, self.tiles
         count, rows, columns = masks.shape
         starts = (0 if rows == 1 else start, 0 if columns == 1 else key_start)
@@ -229,18 +229,18 @@ class QueryTile(NamedTuple):
         return mask.reshape(len(mask), -1, mask.shape[3])
 
     def _repeated(self, y: Array) -> Array:
-        """Return what the queries of each head have, ``(·, n_q)``, for all of its rows."""
+        """Repeat values of the queries, ``(·, n_q)``, for the rows: ``(·, shared · n_q)``."""
         return jnp.tile(y, (1, self.x.shared))
 
 
 def take(x: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
-    """Return a part of an array, whole along the axes that are not named."""
+    """Return a slice of an array: ``starts`` and ``sizes`` are for its first axes, the other axes are whole."""
     rest = x.shape[len(starts) :]
     return lax.dynamic_slice(x, _indices(starts, len(rest)), (*sizes, *rest))
 
 
 def put(x: Array, part: Array, starts: tuple[Any, ...]) -> Array:
-    """Return an array with a part written, in its own dtype."""
+    """Return a copy of an array with ``part`` written at ``starts``, in the dtype of the array."""
     return lax.dynamic_update_slice(x, part.astype(x.dtype), _indices(starts, x.ndim - len(starts)))
 
 
@@ -249,5 +249,5 @@ def _indices(starts: tuple[Any, ...], rest: int) -> list[Any]:
 
 
 def loop(length: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Run ``carry = body(i, carry)`` for each i below ``length``; once, without a loop."""
+    """Run ``carry = body(i, carry)`` for each i below ``length``; without a loop if ``length`` is 1."""
     return body(np.int32(0), carry) if length == 1 else lax.fori_loop(np.int32(0), np.int32(length), body, carry)

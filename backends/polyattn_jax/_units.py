@@ -1,7 +1,7 @@
-"""Powers of two by which scores, values and gradients are divided where they would overflow, and 1 where not.
+"""Powers of two that divide scores, values and gradients to prevent overflow; 1 for ordinary inputs.
 
-``polyattn.kernels._units`` says it at length. These kernels multiply by them in any case: that costs less than a
-second program, which is compiled for each shape as well. Only how large they are is found on a condition.
+``polyattn.kernels._units`` explains them. The kernels here always multiply by them, which costs less than to compile
+a second program for each shape. Only the computation of the units is conditional.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ._placed import branched
 __all__ = ["LARGE", "in_gradient_units", "in_units", "is_moderate"]
 
 LARGE = 32.0
-"""Scores up to here are rounded so little that two computations of them may differ."""
+"""Rounding errors of scores up to this value are so small that forward and backward may compute them differently."""
 
 
 def in_units(x: Operands) -> Operands:
-    """Return the operands with the units of their rows, and those in which no sum of values overflows."""
+    """Return the operands with units in which neither a score nor a sum of values overflows."""
     ordinary = are_ordinary(x.scale, x.q, x.k, x.v)
     return _with_units(x, ordinary, lambda: value_units(x.v, math.log2(max(x.v.shape[1], 1)), 3))
 
@@ -50,7 +50,7 @@ def _with_units(x: Operands, ordinary: Array, of_values: Callable[[], Array]) ->
 
 
 def are_ordinary(scale: Any, *arrays: Array) -> Array:
-    """Return whether all units are 1, by a bound that takes one fast pass over each array."""
+    """Return whether all units are 1, by a bound from one fast pass over each array."""
     result = jnp.abs(scale) <= 8
     for x in map(wide, arrays):
         # entries are below 2^60 in float32; no product of two rows, nor a sum over keys, reaches 2^124
@@ -59,9 +59,9 @@ def are_ordinary(scale: Any, *arrays: Array) -> Array:
 
 
 def row_units(q: Array, k: Array, scale: Any) -> Array:
-    """Return 2^u of each row as two factors, ``(h, n_q, 2)``: no score of a query that is divided by it overflows.
+    """Return 2^u of each row as two factors, ``(h, n_q, 2)``: no score of ``q / 2^u`` overflows.
 
-    ``q (h, n_q, d_k)`` is scaled by ``scale`` before the product with ``k (u, n_k, d_k)``.
+    ``q (h, n_q, d_k)`` is multiplied by ``scale`` before the product with ``k (u, n_k, d_k)``.
     """
     of_k = jnp.repeat(log2_magnitude(k, (1, 2)), q.shape[0] // k.shape[0])  # (h,)
     bound = log2_magnitude(q, (2,)) + (of_k + math.log2(max(q.shape[2], 1)))[:, None]  # (h, n_q)
@@ -76,18 +76,19 @@ def value_units(v: Array, more: Any, margin: int) -> Array:
 
 
 def is_moderate(q: Array, k: Array, scale: Any, largest: Array) -> Array:
-    """Return whether the backward may rely on what another computation of the scores gave.
+    """Return whether the backward may compute the weights from the forward's row statistics.
 
-    Two computations of a large score differ by its rounding, which exp makes a factor of every weight of the row.
+    Two computations of a large score differ by rounding errors, and exp makes a difference of scores a factor of the
+    weights.
     """
     q_square, k_square = (jnp.max(jnp.sum(_finite(x) ** 2, axis=-1)) for x in (q, k))
-    scores = jnp.sqrt(q_square) * jnp.sqrt(k_square) * jnp.abs(scale)  # by Cauchy and Schwarz
+    scores = jnp.sqrt(q_square) * jnp.sqrt(k_square) * jnp.abs(scale)  # the Cauchy–Schwarz bound
     return (scores <= LARGE) & (jnp.max(jnp.abs(_finite(largest))) <= LARGE)
 
 
 def log2_magnitude(x: Array, axes: tuple[int, ...]) -> Array:
-    """Return the base-2 logarithm of the largest absolute value, 0 where all are 0; the dtype's end if not finite."""
-    largest = wide(jnp.maximum(jnp.max(x, axis=axes), -jnp.min(x, axis=axes)))  # XLA would hold abs(x) in memory
+    """Return log2 of the largest absolute value: 0 if all are 0, the dtype's largest exponent if it is not finite."""
+    largest = wide(jnp.maximum(jnp.max(x, axis=axes), -jnp.min(x, axis=axes)))  # XLA would store abs(x)
     finite = jnp.isfinite(largest)
     return jnp.where(finite, jnp.log2(jnp.where(finite & (largest > 0), largest, 1)), jnp.finfo(largest.dtype).maxexp)
 
@@ -98,7 +99,7 @@ def _finite(x: Array) -> Array:
 
 
 def _halves(bound: Array, margin: int) -> tuple[Array, Array]:
-    """Return 2^u as two factors, the least u ≥ 0 for which 2^(bound − u) is finite with a margin."""
+    """Return 2^u as two factors, for the least u ≥ 0 for which 2^(bound − u + margin) is finite."""
     most = jnp.finfo(bound.dtype).maxexp - margin
     u = jnp.clip(jnp.ceil(bound - most), 0, 2 * most - 2).astype(jnp.int32)
     one = jnp.ones((), bound.dtype)

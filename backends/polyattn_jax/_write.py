@@ -1,4 +1,4 @@
-"""Writing at a traced position into memory that is read afterwards, once and in place."""
+"""A write at a traced position that XLA executes once and in place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["write"]
 
 
 def write(x: Array, value: Array, start: Array, axis: int) -> Array:
-    """Return ``x`` with ``value`` written from ``start`` on; a donated ``x`` is reused.
+    """Return ``x`` with ``value`` written at ``start``; the memory of a donated ``x`` is reused.
 
-    On the CPU, XLA takes a write for so little that it repeats it for each use of its result, on a copy of ``x``
-    each (jaxlib 0.10: ten times the time of a decoding step). It does not repeat a loop whose length it cannot know.
+    On the CPU, XLA treats a write as cheap and repeats it for each use of its result, each on a copy of ``x`` (jaxlib
+    0.10: a decoding step takes ten times as long). It does not repeat a loop of unknown length.
     """
     x, value, start = alike(x, value, start)
     return lax.platform_dependent(
@@ -40,5 +40,5 @@ def _written_once(axis: int, x: Array, value: Array, start: Array) -> Array:
 
 @_written_once.defjvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
 def _written_once_jvp(axis: int, primals: Any, tangents: Any) -> Any:
-    """Differentiate the plain write: JAX does not differentiate a loop of computed length in reverse."""
+    """Differentiate the plain write: JAX has no reverse mode for a loop with a computed length."""
     return jax.jvp(functools.partial(_written, axis), primals, tangents)

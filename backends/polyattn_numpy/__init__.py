@@ -1,4 +1,4 @@
-"""NumPy as a polyattn backend: the host, with whatever BLAS NumPy was built on."""
+"""NumPy as a polyattn backend: the CPU, with the BLAS of the installed NumPy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NumpyBackend(Backend):
         return isinstance(x, np.ndarray | np.generic)
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Return a NumPy array; conversion hands over none but host memory."""
+        """Return a NumPy array; dispatch passes only arrays in host memory."""
         return np.asarray(x, copy=copy)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
@@ -49,14 +49,14 @@ class NumpyBackend(Backend):
         return np.asarray(x)
 
     def shares(self, x: Array) -> bool:
-        """Share any layout in which every element can be written for itself; a scalar is copied into an array."""
+        """Share any writable array in which no two elements have the same address; a scalar is copied to an array."""
         if not isinstance(x, np.ndarray):
             return False
         apart = all(s != 0 or n <= 1 for n, s in zip(x.shape, x.strides, strict=True))
         return apart and x.flags.writeable and x.dtype.isnative
 
     def state(self, x: Array) -> ArrayState:
-        """Refuse the two kinds of array whose arithmetic has another meaning."""
+        """Refuse masked arrays and ``numpy.matrix``, which have different arithmetic."""
         if type(x) is np.ndarray:
             return READY
         if isinstance(x, np.ma.MaskedArray):
@@ -74,11 +74,11 @@ class NumpyBackend(Backend):
         return np.dtype(super().dtype(name))
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Silence NumPy's floating-point warnings: inf and NaN are results here, not accidents."""
+        """Silence NumPy's floating-point warnings: inf and NaN are valid results."""
         return np.errstate(all="ignore")
 
     def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
-        """Give large arrays to the function in pieces, on several threads."""
+        """Apply the function to large arrays in pieces, on several threads."""
         return in_pieces(function, arrays, axes)
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:

@@ -1,10 +1,10 @@
-"""The blocked kernel's forward: tiles in buffers of their own, several threads, the BLAS for every product.
+"""The forward of the blocked kernel: tiles in reused buffers, several threads, every product by the BLAS.
 
 Online softmax (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022),
-with few passes over the scores: scaled queries, keys transposed once, row sums by
-a matrix-vector product, one division at the end. Where the norms of the queries
-and keys keep all scores well within what exp can hold, neither the largest is
-looked for nor anything subtracted.
+with few passes over the scores: the queries are scaled, the keys transposed once,
+the rows summed by a matrix-vector product, and the result is divided at the end.
+Where the norms of queries and keys show that exp cannot overflow, the kernel
+computes exp(score) without the largest score.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ._threads import run, thread_count
 __all__ = ["Buffers", "NotFinite", "cap", "finite", "forward", "moderate", "score_bound", "threads_for", "wide"]
 
 SAFE = {"float32": 30.0, "float64": 250.0}
-"""exp(±SAFE) and its products with values and numbers of keys are far from the dtype's ends."""
+"""A bound of the scores for which exp(score), and its sums and products with values, neither overflow nor underflow."""
 LARGE = 32.0
-"""Scores up to here may be computed in two ways; half of it, whose rounding is below 5e-7, is the largest log-sum-exp
-that may be one number."""
-PACK = 128  # queries from which transposing the keys pays
+"""The largest score that forward and backward may compute by different products. The row statistics may be joined to
+one log-sum-exp up to half of it, where its rounding error is below 5e-7."""
+PACK = 128  # the least number of rows for which a transposed copy of the keys is faster
 SMALL = {"float32": 1e-34, "float64": 1e-280}
-"""The least sum of squares of a tile's unnormalised results that cannot have lost digits to underflow."""
+"""The least sum of squares of a tile's unnormalised results that shows that no underflow lost digits."""
 
 
 class NotFinite(Exception):
-    """A score or a result that is not finite: for the generic kernel."""
+    """A score or result is not finite, so the generic kernel must compute the problem."""
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-    """Return out and the row statistics; :class:`NotFinite` where a score or a result is not."""
+    """Return out and the row statistics; raise :class:`NotFinite` if a score or result is not finite."""
     sizes, dtype = problem.sizes, wide(problem)
     out = np.empty((*sizes.scores[:-1], sizes.d_v), dtype=q.dtype)
     statistics = RowStatistics(*(np.zeros(sizes.scores[:-1], dtype=dtype) for _ in range(2)))
@@ -47,14 +47,14 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowS
 
 
 class Forward:
-    """One thread's buffers, and the forward of a task."""
+    """The forward of one task at a time, with the buffers of one thread."""
 
     def __init__(self, call: Call, qkv: list[Array], results: list[Array]) -> None:
         self.call, (self.q, self.k, self.v), (self.out, self.largest, self.log_total) = call, qkv, results
         self.buffers = Buffers(call.dtype)
 
     def task(self, task: Task) -> None:
-        """Prepare the keys and queries of a task, and go through its queries tile by tile."""
+        """Prepare the keys and queries of a task, and compute its queries tile by tile."""
         call, problem = self.call, self.call.problem
         first, last = call.keys(task, task.start, task.stop)
         k, v = (dense(x[task.entry][task.kv_heads, first:last], call.dtype) for x in (self.k, self.v))
@@ -76,7 +76,7 @@ class Forward:
                 self.rows(task, rows, q_t, tiles, safe=False)
 
     def transposed(self, k: Array, here: slice, n_q: int) -> Array:
-        """Return some keys as ``(kv heads, d_k, keys)``, packed where enough queries come to them."""
+        """Return some keys as ``(kv heads, d_k, keys)``, copied to contiguous memory where many queries use them."""
         k_t = k[:, here].swapaxes(1, 2)
         if n_q * self.call.groups < PACK:
             return k_t
@@ -85,12 +85,12 @@ class Forward:
         return packed
 
     def rows(self, task: Task, rows: tuple[int, int], q: Array, tiles: list[Any], *, safe: bool) -> bool:
-        """Compute some queries; say whether that went well. ``safe``: exp can hold all scores as they are."""
+        """Compute a tile of queries; return whether the result is accurate. ``safe``: exp of no score overflows."""
         call, take = self.call, self.buffers.take
         first, last = call.keys(task, *rows)
         total, largest = self._sinks(task, rows, q.shape[:2], safe=safe)  # (kv heads, rows)
         out = take("out", (*q.shape[:2], self.v.shape[-1]))
-        part = out  # where the first product goes
+        part = out  # the first product is written to out, later ones are added
         for start, stop, k_t, v_t in tiles:
             if start < first or stop > last:
                 a, b = max(start, first), min(stop, last)
@@ -123,7 +123,7 @@ class Forward:
     def _altered(
         self, task: Task, rows: tuple[int, int], columns: tuple[int, int], scores: Array
     ) -> tuple[Array, Array] | None:
-        """Apply softcap and bias to a tile of scores; return what is excluded, and a view of the scores to fit."""
+        """Apply softcap and bias to a tile of scores; return the excluded pairs, and the scores viewed by head."""
         call, problem = self.call, self.call.problem
         cap(scores, problem)
         excluded = call.excluded(task, rows, columns)
@@ -135,10 +135,10 @@ class Forward:
         return None if excluded is None else (excluded, by_head)
 
     def _rebase(self, scores: Array, out: Array | None, total: Array, largest: Array) -> None:
-        """Take exp(score − largest), and bring the sums so far to the new largest."""
+        """Compute exp(score − largest) in place, and rescale the sums so far to the new largest score."""
         before = largest.copy()
         np.maximum(largest, scores.max(axis=-1), out=largest)
-        base = np.where(np.isneginf(largest), 0, largest)  # nothing so far
+        base = np.where(np.isneginf(largest), 0, largest)  # −inf: the row has no score yet
         scores -= base[..., None]
         np.exp(scores, out=scores)
         if not np.array_equal(before, largest):
@@ -148,7 +148,7 @@ class Forward:
                 out *= shrink[..., None]
 
     def _sinks(self, task: Task, rows: tuple[int, int], shape: tuple[int, ...], *, safe: bool) -> tuple[Array, Array]:
-        """Return what the sums start from: nothing, or the sinks."""
+        """Return the total and the largest score of each row before the first key: those of the sinks, if any."""
         dtype, sinks = self.call.dtype, self.call.problem.sinks
         total, largest = np.zeros(shape, dtype), np.full(shape, 0 if safe else -math.inf, dtype)
         if sinks is not None:
@@ -164,7 +164,7 @@ class Forward:
     def _finish(
         self, task: Task, rows: tuple[int, int], out: Array, total: Array, largest: Array, *, safe: bool
     ) -> bool:
-        """Divide by the sums and put the rows into the results, unless they may have lost digits."""
+        """Divide by the totals and write the rows to the results; return False if they may have lost digits."""
         if safe and not SMALL[self.call.dtype.name] <= float(np.vdot(out, out)) < math.inf:
             return False
         if not finite(out):
@@ -182,14 +182,14 @@ class Forward:
 
 
 class Buffers:
-    """Memory that one thread uses again and again."""
+    """Named buffers that one thread reuses."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
         self.held: dict[str, Array] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Array:
-        """Return an array of that shape in the memory of that name, whatever stands in it."""
+        """Return an uninitialised array of this shape in the buffer of this name."""
         size = math.prod(shape)
         held = self.held.get(name)
         if held is None or held.size < size:
@@ -205,9 +205,9 @@ class Buffers:
 
 
 def score_bound(q: Array, k: Array, problem: Problem) -> float:
-    """Return what no score, sink or bias of a task exceeds in magnitude; infinite or NaN where that is not known.
+    """Return an upper bound of the magnitudes of scores, sinks and biases of a task; infinite or NaN where unknown.
 
-    By Cauchy and Schwarz a product is at most that of the norms. ``q`` is scaled.
+    By the Cauchy–Schwarz inequality, |q · k| ≤ ‖q‖ ‖k‖. ``q`` is already scaled.
     """
     bound = math.sqrt(float(np.vecdot(q, q).max()) * float(np.vecdot(k, k).max(initial=0)))
     if not math.isfinite(bound):
@@ -217,16 +217,16 @@ def score_bound(q: Array, k: Array, problem: Problem) -> float:
     if problem.sinks is not None:
         there = problem.sinks[problem.sinks != -math.inf]
         bound = max(bound, float(np.abs(there).max(initial=0)))
-    if problem.bias is not None and math.isfinite(bound):  # nothing is known of a bias, but −inf only excludes
+    if problem.bias is not None and math.isfinite(bound):  # a bias has no known bound: assume one above SAFE
         bound = max(bound, 1e9)
     return bound
 
 
 def moderate(q: Array, k: Array, lse: Array, problem: Problem) -> bool:
-    """Say whether the backward may rely on what another computation of the scores gave.
+    """Return whether the backward may compute the weights from the forward's row statistics.
 
-    Two computations of a large score differ by its rounding, which exp makes a factor of every weight of the row, and
-    so does the rounding of a large log-sum-exp. ``q`` is scaled.
+    Two computations of a large score differ by rounding errors, and exp makes a difference of scores a factor of the
+    weights. The rounding error of a large log-sum-exp has the same effect. ``q`` is already scaled.
     """
     scores = math.sqrt(float(np.vecdot(q, q).max(initial=0)) * float(np.vecdot(k, k).max(initial=0)))
     scores = scores if problem.softcap is None else min(scores, problem.softcap)
@@ -234,12 +234,12 @@ def moderate(q: Array, k: Array, lse: Array, problem: Problem) -> bool:
 
 
 def finite(x: Array) -> bool:
-    """Say whether there is no NaN or infinity, as a rule in one fast pass."""
+    """Return whether all elements are finite, in most cases by one fast pass."""
     return math.isfinite(float(np.vdot(x, x))) or bool(np.isfinite(x).all())
 
 
 def cap(scores: Array, problem: Problem) -> None:
-    """Put c · tanh(score / c) in place of the scores."""
+    """Replace the scores by c · tanh(score / c)."""
     if problem.softcap is not None:
         scores /= problem.softcap
         np.tanh(scores, out=scores)

@@ -1,10 +1,10 @@
-"""The blocked kernel's backward: the lines of ``_blocked.Forward`` reversed, under the same names.
+"""The backward of the blocked kernel: the lines of ``_blocked.Forward`` in reverse, under the same names.
 
-Where scores are moderate, a column that holds −lse beside the queries, against ones beside the keys, makes
-exp of one product the normalised weights; a column that holds −rowsum(dout · out)
-beside dout, against ones beside the values, does the same for their gradient
-(Dao et al., "FlashAttention", 2022, algorithm 4, without its passes over the scores).
-Where they are large, a first pass over the tiles finds what these very scores sum up to.
+Moderate scores: −lse is appended to the queries as a column, and ones to the keys, so that exp of one product
+gives the normalised weights. Likewise, −rowsum(dout · out) is appended to dout, and ones to the values, so that
+one product gives dweights − rowsum(dout · out). This is algorithm 4 of Dao et al., "FlashAttention" (2022),
+with fewer passes over the scores.
+Large scores: a first pass over the tiles computes the row statistics of exactly the scores of the second pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["backward"]
 
 
 class Operands(NamedTuple):
-    """What the backward reads, as ``folded`` gives it."""
+    """The inputs of the backward, as ``folded`` returns them."""
 
     q: Array
     k: Array
@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the tasks write. dk, dv and dsinks have a first axis for the pieces that the queries are cut into."""
+    """The results of the tasks. dk, dv and dsinks have a first axis for the pieces of the queries."""
 
     dq: Array
     dk: Array
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
 def backward(
     dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, lse: Array, problem: Problem
 ) -> AttentionGrads:
-    """Return the gradients; :class:`NotFinite` where one of them is not."""
+    """Return the gradients; raise :class:`NotFinite` if one of them is not finite."""
     dtype = wide(problem)
     dq = np.empty((*problem.sizes.batch, *q.shape[-3:]), dtype=q.dtype)
     inner, qkv, rest = folded(problem, (q, k, v), (dout, out, lse, dlse, dq))
@@ -64,7 +64,7 @@ def backward(
         dbias=None if inner.bias_array is None else np.zeros(inner.bias_array.shape, dtype=dtype),
         dsinks=None if problem.sinks is None else np.zeros((*lead, inner.sizes.heads), dtype=dtype),
     )
-    # A bias that several tasks read gets their gradients in one order.
+    # Several tasks add to the gradient of a broadcast bias: one thread makes their order deterministic.
     shared = inner.bias_array is not None and inner.bias_array.shape[:-1] != inner.sizes.scores[:-1]
     threads = 1 if shared else call.threads
     run(lambda: Backward(call, Operands(*qkv, *rest), grads).task, tasks, threads)
@@ -83,18 +83,18 @@ def backward(
 
 
 class Backward:
-    """One thread's buffers, and the backward of a task."""
+    """The backward of one task at a time, with the buffers of one thread."""
 
     def __init__(self, call: Call, operands: Operands, grads: Gradients) -> None:
         self.call, self.operands, self.grads = call, operands, grads
         self.buffers = Buffers(call.dtype)
         self.large = False
-        """Whether the scores of the task at hand are large, so that the backward sums them up itself."""
+        """Whether the current task has large scores, so that the backward computes the row statistics again."""
         self.own: tuple[Array, ...] | None = None
-        """Then the largest score of each row, and one over its Σ exp(score − largest): (kv heads, rows)."""
+        """With large scores: the largest score of each row, and 1 / Σ exp(score − largest), (kv heads, rows)."""
 
     def task(self, task: Task) -> None:
-        """Prepare the rows of a task, go through its keys, and for each tile of keys through the queries."""
+        """Prepare the rows of a task; loop over its key tiles, and for each over the query tiles."""
         call, x, dtype = self.call, self.operands, self.call.dtype
         first, last = call.keys(task, task.start, task.stop)
         k, v = (dense(keys[task.entry][task.kv_heads, first:last], dtype) for keys in (x.k, x.v))
@@ -113,19 +113,19 @@ class Backward:
         np.multiply(dq.reshape(to.shape), call.problem.scale, out=to, dtype=call.dtype, casting="unsafe")
 
     def _rows(self, task: Task, k: Array, v: Array) -> tuple[Array, Array]:
-        """Return scaled queries beside −lse, and dout beside what the softmax's Jacobian subtracts from dweights."""
+        """Return (scaled q, −lse) and (dout, dlse − rowsum(dout · out)), each joined along the last axis."""
         call, problem, x, dtype = self.call, self.call.problem, self.operands, self.call.dtype
         span = (task, task.start, task.stop)
         q_, dout_, out, lse = (call.by_row(y, *span) for y in (x.q, x.dout, x.out, x.lse))
         q = self.buffers.take("q", (*q_.shape[:3], q_.shape[3] + 1))  # (kv heads, queries, groups, d_k + 1)
         dout = self.buffers.take("dout", (*dout_.shape[:3], dout_.shape[3] + 1))
         np.multiply(q_, problem.scale, out=q[..., :-1], dtype=dtype)
-        np.divide(dout_, 1 - problem.dropout, out=dout[..., :-1], dtype=dtype)  # as a kept weight is
+        np.divide(dout_, 1 - problem.dropout, out=dout[..., :-1], dtype=dtype)  # kept weights have this factor
         lines = tuple(y.reshape(y.shape[0], -1, y.shape[3]) for y in (q, dout))
         self.own, self.large = None, not moderate(q[..., :-1], k, lse, problem)
         sinks = 0 if problem.sinks is None else problem.sinks[call.heads(task)].reshape(-1, 1, call.groups)
         if not self.large:
-            lse = np.where(np.isneginf(lse), 0, lse)  # in an empty row every pair is excluded in any case
+            lse = np.where(np.isneginf(lse), 0, lse)  # in an empty row every pair is excluded
             q[..., -1] = -lse
             shift = -np.vecdot(dout_, out, dtype=dtype)
             sink_weights = np.exp(sinks - lse, dtype=dtype)
@@ -148,7 +148,7 @@ class Backward:
     def _statistics(self, task: Task, q: Array, dout: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         """Return the largest score of each row, Σ exp(score − largest), and Σ exp(score − largest) · dweight.
 
-        The scores are those of :meth:`_weights` to the last bit: the same products of the same arrays.
+        The scores are bitwise equal to those of :meth:`_weights`: the same products of the same arrays.
         """
         call, problem, dtype = self.call, self.call.problem, self.call.dtype
         if not math.isfinite(score_bound(q[..., :-1], k, problem)):
@@ -183,7 +183,7 @@ class Backward:
     def _row_tiles(
         self, task: Task, columns: tuple[int, int]
     ) -> Iterator[tuple[tuple[int, int], slice, tuple[int, int], slice]]:
-        """Yield the rows that see some of a tile of keys: as queries, as lines of the task, and the keys they see."""
+        """Yield the query tiles that attend to a key tile: queries, rows of the task, keys, keys within the tile."""
         call = self.call
         for start in range(task.start, task.stop, call.rows):
             rows = (start, min(start + call.rows, task.stop))
@@ -196,7 +196,7 @@ class Backward:
         self, task: Task, columns: tuple[int, int], q: Array, dout: Array, k: Array, v: Array,
         dq: Array, dk: Array, dv: Array,
     ) -> None:  # fmt: skip
-        """Put the gradients of a tile of keys into dk and dv, still zero, and add to dq what it gives the queries."""
+        """Write the gradients of a key tile to dk and dv, which must be zero, and add its part of dq."""
         take = self.buffers.take
         k_t, v_t = self._beside_ones("k_t", k), self._beside_ones("v_t", v)  # (kv heads, d + 1, keys)
         untouched = True
@@ -216,7 +216,7 @@ class Backward:
         self, task: Task, rows: tuple[int, int], columns: tuple[int, int], lines: slice, q: Array, dout: Array,
         k_t: Array, v_t: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Return the weights of a tile after dropout, and the gradient of its scores before the scale."""
+        """Return the weights of a tile after dropout, and the gradient of its scores, without the scale."""
         call, problem = self.call, self.call.problem
         weights, capped = self._weights(task, rows, columns, lines, q, k_t)
         dscores = self.buffers.take("dscores", weights.shape)
@@ -241,7 +241,7 @@ class Backward:
     def _weights(
         self, task: Task, rows: tuple[int, int], columns: tuple[int, int], lines: slice, q: Array, k_t: Array
     ) -> tuple[Array, Array | None]:
-        """Return the normalised weights of a tile, and its scores after a softcap, if there is one."""
+        """Return the normalised weights of a tile, and its softcapped scores (None without a softcap)."""
         scores, capped, excluded = self._scores(task, rows, columns, q, k_t)
         if self.own is not None:
             scores -= self.own[0][:, lines, None]
@@ -255,9 +255,9 @@ class Backward:
     def _scores(
         self, task: Task, rows: tuple[int, int], columns: tuple[int, int], q: Array, k_t: Array
     ) -> tuple[Array, Array | None, tuple[Array, Array] | None]:
-        """Return the scores of a tile, less lse where that is moderate; those after a softcap; and what is excluded.
+        """Return the scores of a tile, the softcapped scores (None without a softcap), and the excluded pairs.
 
-        That is where, and a view of the scores to fit.
+        Moderate scores have lse subtracted. The excluded pairs come with the scores viewed by head, to index them.
         """
         call, problem, take = self.call, self.call.problem, self.buffers.take
         shape, capped, column = (*q.shape[:2], k_t.shape[2]), None, not self.large
@@ -276,12 +276,12 @@ class Backward:
         return scores, capped, None if excluded is None else (excluded, by_head)
 
     def _add_bias(self, dscores: Array, dbias: Array) -> None:
-        """Add a tile's score gradient to the bias's, summed over the axes along which the bias was broadcast."""
+        """Add the score gradient of a tile to that of the bias, summed over the broadcast axes of the bias."""
         axes = tuple(axis for axis, n in enumerate(dbias.shape) if n == 1)
         dbias += dscores.sum(axis=axes, keepdims=True)
 
     def _beside_ones(self, name: str, x: Array) -> Array:
-        """Return rows of d features as ``(kv heads, d + 1, rows)`` with ones below."""
+        """Return ``x (kv heads, rows, d)`` transposed, ``(kv heads, d + 1, rows)``, with a last row of ones."""
         x_t = self.buffers.take(name, (x.shape[0], x.shape[2] + 1, x.shape[1]))
         x_t[:, :-1] = x.swapaxes(1, 2)
         x_t[:, -1] = 1
@@ -289,10 +289,10 @@ class Backward:
 
 
 def _span(task: Task, rows: tuple[int, int], groups: int) -> slice:
-    """Return where some queries stand among the rows of their task."""
+    """Return the slice of a task's rows that holds these queries."""
     return slice((rows[0] - task.start) * groups, (rows[1] - task.start) * groups)
 
 
 def _summed(dx: Array, x: Array, problem: Problem) -> Array:
-    """Return the gradient of keys or values in their shape: unfolded, and summed over broadcast batch axes."""
+    """Return the gradient of keys or values in their shape, summed over broadcast batch axes."""
     return unbroadcast(np, dx.reshape(*problem.sizes.batch, *x.shape[-3:]), x.shape)

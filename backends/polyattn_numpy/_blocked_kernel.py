@@ -1,7 +1,7 @@
-"""The blocked kernel: what it computes, and what it leaves to the generic one.
+"""The blocked kernel: which problems it computes, and which the generic kernel computes instead.
 
-What is not finite is left to the generic kernel, which isolates excluded keys:
-every result is looked at, which is a pass over rows, not over scores.
+If a result is not finite, the generic kernel computes the problem, because it
+isolates excluded keys. The test for that is a pass over the results, not over the scores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BlockedKernel:
     name = "blocked"
 
     def supports(self, problem: Problem) -> str | None:
-        """Support all but a dropout of 1, structure other than ALiBi, and a bias that is wider than the inputs."""
+        """Support all but a dropout of 1, structures other than ALiBi, and a float64 bias of narrower inputs."""
         if problem.dropout == 1:
             return "a dropout of 1 is left to the generic kernel"
         if isinstance(problem.mask, StructuredMask):
@@ -43,7 +43,7 @@ class BlockedKernel:
         return None
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Sum exp(score) v and exp(score) over the tiles of each row, and divide once."""
+        """Sum exp(score) · v and exp(score) over the tiles of each row, and divide once."""
         try:
             return forward(q, k, v, problem)
         except NotFinite:
@@ -53,7 +53,7 @@ class BlockedKernel:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Compute each tile's weights again from the row statistics, and reverse the lines of the forward."""
+        """Compute the weights of each tile again, and then the lines of the forward in reverse."""
         try:
             return backward(dout, dlse, q, k, v, out, statistics.lse, problem)
         except NotFinite:

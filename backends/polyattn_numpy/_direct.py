@@ -1,8 +1,8 @@
-"""The direct kernel: a small problem as it is written, all its scores at once, without tiles or threads.
+"""The direct kernel: the formula for small problems, with all scores at once, without tiles or threads.
 
-Decoding is such a problem however many keys there are: one query has no more scores than there are keys.
-Vaswani et al., "Attention is all you need" (2017), equation 1. A result that is not finite where keys
-are excluded is left to the generic kernel, which isolates them.
+Decoding is a small problem for any number of keys, because one query has one score for each key.
+Vaswani et al., "Attention is all you need" (2017), equation 1. If a result is not finite, the generic
+kernel computes the problem, because it isolates excluded keys.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SCORES = 2**16
 
 
 class DirectKernel:
-    """Attention on few scores, or of one query."""
+    """Attention with few scores, or of one query."""
 
     name = "direct"
 
     def supports(self, problem: Problem) -> str | None:
-        """Support what the blocked kernel does but dropout, as long as it is small."""
+        """Support small problems that the blocked kernel supports, except dropout."""
         if problem.dropout:
             return "dropout is left to the kernels that work in tiles"
         if problem.sizes.n_q > 1 and math.prod(problem.sizes.scores) > SCORES:
@@ -47,7 +47,7 @@ class DirectKernel:
         return BLOCKED.supports(problem)
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Return softmax(q kᵀ · scale + …) v, divided once on the result, and the log of the softmax's denominator."""
+        """Return softmax(scale · q kᵀ + …) v, where the division is applied to the result, and the row statistics."""
         sizes, dtype = problem.sizes, wide(problem)
         q_, k_, v_ = q.astype(dtype, copy=False), k.astype(dtype, copy=False), v.astype(dtype, copy=False)
         with blas_within_limit():
@@ -57,7 +57,7 @@ class DirectKernel:
             out = _by_head(_by_kv_head(scores, problem) @ v_, problem)  # (…, H, n_q, d_v)
         empty = total == 0
         if empty.any():
-            if allowed is None or (allowed & empty).any():  # scores that are all −inf, and none of them excluded
+            if allowed is None or (allowed & empty).any():  # a row of −inf scores with an allowed pair
                 return TILED.forward(q, k, v, problem)
             total = np.where(empty, 1, total)
         if not math.isfinite(out.sum()) or lowest == -math.inf:  # NaN, infinity, or an overflow
@@ -71,7 +71,7 @@ class DirectKernel:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Reverse the lines of the forward, with the scores computed again."""
+        """Compute the scores again, and then the lines of the forward in reverse."""
         dtype = wide(problem)
         q_, k_, v_, dout_ = (x.astype(dtype, copy=False) for x in (q, k, v, dout))
         with blas_within_limit():
@@ -80,10 +80,10 @@ class DirectKernel:
             lse = statistics.lse
             if moderate(q_ * problem.scale, k_, lse, problem):
                 lse = np.where(np.isneginf(lse), 0, lse)[..., None]  # (…, H, n_q, 1)
-                weights = np.exp(scores - lse)  # lse has axes that only v brings
+                weights = np.exp(scores - lse)  # with the batch axes that only v has
                 shift = -np.vecdot(dout_, out, dtype=dtype)  # (…, H, n_q)
                 sink_weights = 0 if problem.sinks is None else np.exp(problem.sinks[:, None] - lse[..., 0], dtype=dtype)
-            else:  # another computation of large scores would not be consistent with this one
+            else:  # the forward's statistics of large scores do not fit these scores exactly
                 weights, total, largest = _exponentials(scores, allowed, problem)
                 total = np.where(total == 0, 1, total)
                 weights = weights / total
@@ -100,7 +100,7 @@ class DirectKernel:
             dsinks = None if problem.sinks is None else _like((sink_weights * shift).sum(axis=-1), problem.sinks)
             if problem.softcap is not None:  # c · tanh(score / c)
                 dscores = dscores * (1 - (capped / problem.softcap) ** 2)
-            dscores = dscores * problem.scale  # not in place: dbias may be this array
+            dscores = dscores * problem.scale  # not in place: dbias may share this memory
             dq = _by_head(_by_kv_head(dscores, problem) @ k_, problem)  # (…, H, n_q, d_k)
             dk = _by_kv_head(dscores, problem).swapaxes(-1, -2) @ _by_kv_head(q_, problem)  # (…, H_kv, n_k, d_k)
         grads = AttentionGrads(_like(dq, q), _like(dk, k), _like(dv, v), dbias, dsinks)
@@ -110,12 +110,12 @@ class DirectKernel:
 
 
 def _exponentials(scores: Array, allowed: Array | None, problem: Problem) -> tuple[Array, Array, Array]:
-    """Return exp(score − largest) in the memory of the scores, its sum, and the largest; zeros in an empty row."""
+    """Return exp(score − largest), computed in place, its row sums, and the largest scores; 0 in an empty row."""
     largest = scores.max(axis=-1, keepdims=True)  # (…, H, n_q, 1)
     if problem.sinks is not None:
         largest = np.maximum(largest, problem.sinks[:, None, None], dtype=scores.dtype)
     if allowed is not None or problem.sinks is not None:
-        largest[np.isneginf(largest)] = 0  # nothing to attend to
+        largest[np.isneginf(largest)] = 0  # empty rows
     np.exp(np.subtract(scores, largest, out=scores), out=scores)
     total = scores.sum(axis=-1, keepdims=True)
     if problem.sinks is not None:
@@ -124,7 +124,7 @@ def _exponentials(scores: Array, allowed: Array | None, problem: Problem) -> tup
 
 
 def _scores(q: Array, k: Array, problem: Problem) -> tuple[Array, Array, Array | None]:
-    """Return the scores (…, H, n_q, n_k), −inf where excluded; those before bias and exclusion; what is allowed."""
+    """Return scores (…, H, n_q, n_k), −inf where excluded; scores before bias and mask; and the allowed pairs."""
     sizes = problem.sizes
     capped = scores = _by_head(_by_kv_head(q * problem.scale, problem) @ k.swapaxes(-1, -2), problem)
     cap(scores, problem)
@@ -141,7 +141,7 @@ def _scores(q: Array, k: Array, problem: Problem) -> tuple[Array, Array, Array |
 
 
 def _by_kv_head(x: Array, problem: Problem) -> Array:
-    """Return ``(…, H, n, d)`` as ``(…, H_kv, groups · n, d)``: heads that share a key head are rows of one product."""
+    """Reshape ``(…, H, n, d)`` to ``(…, H_kv, groups · n, d)``: the query heads of a key head share one product."""
     sizes = problem.sizes
     if sizes.heads == sizes.kv_heads:
         return x

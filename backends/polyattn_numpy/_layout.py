@@ -1,4 +1,4 @@
-"""How a call is laid out for the blocked kernel: tasks for threads, tiles within a task, and what a tile excludes."""
+"""The layout of a call for the blocked kernel: tasks for threads, tiles of a task, excluded pairs of a tile."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from ._keep import keep_mask
 __all__ = ["Call", "Task", "dense", "folded"]
 
 ROWS, COLUMNS = 256, 512  # of a tile
-SCORES = 2**18  # of one tile over all its heads: 1 MiB in float32, within a core's own cache
-WORTHWHILE = 2**24  # floating-point operations under which a second thread costs more than it gives
+SCORES = 2**18  # per tile, over all its heads: 1 MiB in float32, which fits the cache of one core
+WORTHWHILE = 2**24  # floating-point operations below which a second thread is slower
 
 
 class Task(NamedTuple):
-    """Some neighbouring heads of one batch entry, and some of their queries."""
+    """A range of heads of one batch entry, and a range of their queries."""
 
     entry: tuple[int, ...]
     kv_heads: slice
     start: int
     stop: int
     piece: int
-    """Which of the pieces that the queries are cut into."""
+    """The number of the range of queries: 0 for the first queries."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A problem as its tasks see it. A query's heads of one key head lie beside it: rows are (query, head)."""
+    """A problem with its layout. The rows of a key head are ordered by query, then by query head."""
 
     problem: Problem
     threads: int
     dtype: Any
-    """Of scores and sums: float32 or float64."""
+    """The dtype of scores and sums: float32 or float64."""
     patterns: dict[tuple[int, int, int], Array] = field(default_factory=dict)
-    """What causality and window exclude in a tile, by where its diagonal lies."""
+    """The pairs of a tile that causality and window exclude, by the position and size of the tile."""
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether a score is the product and nothing more, and none is excluded but by the range of keys."""
+        """Whether each score is just the product: no mask, bias, softcap, window or segments."""
         problem = self.problem
         arrays = (problem.mask, problem.bias, problem.q_segments)
         return problem.reach == (None, None) and problem.softcap is None and all(x is None for x in arrays)
 
     @functools.cached_property
     def groups(self) -> int:
-        """The query heads that share a key head."""
+        """The number of query heads for each key head."""
         return self.problem.sizes.heads // self.problem.sizes.kv_heads
 
     @functools.cached_property
     def rows(self) -> int:
-        """The queries of a tile."""
+        """The number of queries of a tile."""
         return min(self.problem.sizes.n_q, max(1, ROWS // self.groups))
 
     def tasks(self) -> list[Task]:
-        """Cut the problem into a few tasks for each thread, the later queries first: causal ones see more keys."""
+        """Split the problem into a few tasks for each thread, late queries first: causality gives them more keys."""
         sizes, rows = self.problem.sizes, self.rows
         tile = rows * self.groups * min(sizes.n_k, COLUMNS)
         entries = math.prod(sizes.batch)
@@ -82,12 +82,12 @@ class Call:
         return slice(task.kv_heads.start * self.groups, task.kv_heads.stop * self.groups)
 
     def by_row(self, x: Array, task: Task, start: int, stop: int) -> Array:
-        """View queries, or what belongs to them, as ``(kv heads, queries, groups, …)``."""
+        """View an array by query head and query as ``(kv heads, queries, groups, …)``."""
         x = x[task.entry][self.heads(task), start:stop]  # (heads, queries, …)
         return x.reshape(-1, self.groups, *x.shape[1:]).swapaxes(1, 2)
 
     def keys(self, task: Task, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of keys that causality, window and lengths leave to any of some queries."""
+        """Return the range of keys that causality, window and lengths allow for any query in ``[start, stop)``."""
         problem = self.problem
         (left, right), first, last = problem.reach, 0, self._length(task)
         if right is not None:
@@ -97,13 +97,13 @@ class Call:
         return first, max(first, last)
 
     def tiles(self, task: Task) -> Iterator[tuple[int, int]]:
-        """Yield the spans of keys of a task."""
+        """Yield the key tiles of a task as ranges."""
         first, last = self.keys(task, task.start, task.stop)
         for start in range(first, last, COLUMNS):
             yield start, min(start + COLUMNS, last)
 
     def excluded(self, task: Task, rows: tuple[int, int], columns: tuple[int, int]) -> Array | None:
-        """Return where a tile's pairs are excluded, broadcastable to (kv heads, queries, groups, keys)."""
+        """Return the excluded pairs of a tile, broadcastable to (kv heads, queries, groups, keys)."""
         problem = self.problem
         conditions = [self._out_of_reach(task, rows, columns)]
         if problem.mask is not None:
@@ -118,7 +118,7 @@ class Call:
         return functools.reduce(np.logical_or, there) if there else None
 
     def kept(self, task: Task, rows: tuple[int, int], columns: tuple[int, int], take: Any) -> Array:
-        """Return which weights of a tile dropout keeps, as ``(kv heads, rows, keys)``."""
+        """Return the dropout mask of a tile, ``(kv heads, rows, keys)``, True where a weight is kept."""
         problem, heads = self.problem, self.heads(task)
         entry = int(np.ravel_multi_index(task.entry, problem.sizes.batch)) if task.entry else 0
         head = (entry * problem.sizes.heads + np.arange(heads.start, heads.stop)).reshape(-1, 1, self.groups)
@@ -137,7 +137,7 @@ class Call:
         return away * -slopes.reshape(-1, 1, self.groups, 1)
 
     def pairs(self, x: Array, task: Task, rows: tuple[int, int], columns: tuple[int, int]) -> Array:
-        """View a tile of a mask or bias as (kv heads, queries, groups, keys); axes that broadcast stay of length 1."""
+        """View a tile of a mask or bias as (kv heads, queries, groups, keys); broadcast axes keep length 1."""
         x = x.reshape((1,) * (len(self.problem.sizes.scores) - x.ndim) + x.shape)
         x = x[tuple(0 if n == 1 else i for i, n in zip(task.entry, x.shape, strict=False))]  # (H, n_q, n_k)
         spans = (self.heads(task), slice(*rows), slice(*columns))
@@ -147,7 +147,7 @@ class Call:
 
     def _out_of_reach(self, task: Task, rows: tuple[int, int], columns: tuple[int, int]) -> Array | None:
         left, right = self.problem.reach
-        ahead = columns[0] - rows[0] - self._offset(task)  # of the first key before the first query
+        ahead = columns[0] - rows[0] - self._offset(task)  # position of the first key minus that of the first query
         n_q, n_k = rows[1] - rows[0], columns[1] - columns[0]
         if (right is None or ahead + n_k - 1 <= right) and (left is None or ahead - n_q + 1 >= -left):
             return None
@@ -173,10 +173,10 @@ class Call:
 def folded(
     problem: Problem, qkv: Sequence[Array], rest: Sequence[Array | None] = ()
 ) -> tuple[Problem, list[Array], list[Array | None]]:
-    """Return the problem with its batch among its heads, where no argument differs from one entry to the next.
+    """Merge the batch axes into the head axis, if no argument differs between batch entries.
 
-    Many small entries are then tiles of many heads. Elsewhere q, k and v are viewed with all the batch axes;
-    ``rest``, dout and what the forward gave, has them.
+    Tiles then span the heads of many small entries. Otherwise q, k and v are broadcast to all batch axes, which the
+    arrays of ``rest`` (dout and results of the forward) already have.
     """
     sizes, pairs = problem.sizes, [x for x in (problem.mask, problem.bias_array) if x is not None]
     alike = problem.sinks is None and problem.q_segments is None and all(math.prod(x.shape[:-2]) == 1 for x in pairs)
@@ -194,7 +194,7 @@ def folded(
 
 
 def dense(x: Array, dtype: Any) -> Array:
-    """Return matrices as the BLAS reads them: in their own memory where it can, else copied."""
+    """Return matrices in a layout that the BLAS can read: ``x`` itself if possible, else a copy."""
     step, *_ = reversed(x.strides)
     readable = x.dtype == dtype and step == x.itemsize and x.strides[-2] >= x.shape[-1] * step
     return x if readable and x.strides[-2] % step == 0 and x.flags.aligned else np.ascontiguousarray(x, dtype=dtype)

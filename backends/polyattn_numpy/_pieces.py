@@ -1,7 +1,7 @@
-"""Work that goes row by row, in pieces that stay in the processor's caches, on several threads.
+"""Row-wise functions computed in pieces that fit the processor's caches, on several threads.
 
-NumPy gives each line of a formula an array of its own, which as a whole goes out to memory and comes back for
-the next line; a piece of it does not. Pieces much smaller would leave the threads waiting for Python's lock.
+NumPy allocates an array for each line of a formula. A large array does not fit the caches, so the next line reads it
+from main memory; a piece does fit. With much smaller pieces, the threads would wait for Python's global lock.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ._threads import run, thread_count
 
 __all__ = ["in_pieces"]
 
-PIECE = 2**17  # elements of the widest array: 512 KiB in float32
-WORTHWHILE = 2 * PIECE  # elements below which a second thread costs more than it gives
+PIECE = 2**17  # elements of the largest array: 512 KiB in float32
+WORTHWHILE = 2 * PIECE  # elements below which a second thread is slower
 
 
 def in_pieces(function: Callable[..., Any], arrays: tuple[Array, ...], axes: int) -> Any:
-    """Return ``function(*arrays)``, put together from what it gives for some rows at a time.
+    """Return ``function(*arrays)``, computed for a block of rows at a time.
 
-    Where the cuts are depends on the shapes alone, so that the results do not depend on the number of threads.
+    The blocks depend only on the shapes, so the results do not depend on the number of threads.
     """
     lead = arrays[0].shape[: arrays[0].ndim - axes]
     size = max([x.size for x in arrays])

@@ -1,10 +1,10 @@
-"""Work for several threads, each with NumPy's BLAS to itself.
+"""A thread pool for tasks, in which each thread runs a single-threaded BLAS.
 
-A BLAS that starts threads of its own inside ours would wait for cores that they
-hold. So it is held to one thread while ours run: by one counted guard, since its
-limit belongs to the whole process, and calls may overlap. threadpoolctl's own
-limits may not overlap without staying stuck, and a fresh controller costs more
-than a small problem; so the guard knows NumPy's own BLAS, and that alone.
+If the BLAS started threads inside our threads, there would be more threads than
+cores. So the BLAS is limited to one thread while ours run. The limit belongs to the
+process and calls may overlap, so one guard counts the calls that need it.
+threadpoolctl's own limits are not restored correctly if they overlap, and a new
+controller costs more time than a small problem; so the guard limits only NumPy's BLAS.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ VARIABLE = "POLYATTN_NUM_THREADS"
 
 
 def thread_count() -> int:
-    """Return how many threads may work: as many as NumPy's BLAS may, and no more than POLYATTN_NUM_THREADS.
+    """Return the number of threads to use: that of NumPy's BLAS, at most POLYATTN_NUM_THREADS.
 
-    So a limit of threadpoolctl's, or OPENBLAS_NUM_THREADS, counts for us as well.
+    So a limit of threadpoolctl, or OPENBLAS_NUM_THREADS, applies here too.
     """
     allowed = _guard.threads()
     text = os.environ.get(VARIABLE, "").strip()
@@ -43,37 +43,37 @@ def thread_count() -> int:
 
 
 def run(worker: Callable[[], Callable[[Any], None]], tasks: Iterable[Any], threads: int) -> None:
-    """Do every task, in this thread and in up to ``threads − 1`` others, with the BLAS held to one thread.
+    """Run all tasks in this thread and up to ``threads − 1`` others, with the BLAS limited to one thread.
 
-    Each thread calls ``worker()`` once, for buffers of its own, and the result on its tasks. What is raised in any
-    of them is raised here, once none works on this call any more; tasks not begun by then are dropped.
+    Each thread calls ``worker()`` once, to allocate its buffers, and then the result for each of its tasks. After an
+    exception in any thread no further task starts, and the exception is raised here when all threads have stopped.
     """
     queue = _Queue(worker, tasks)
     with _guard.held():
         others: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no thread can be started, at the interpreter's exit for instance
+        with contextlib.suppress(RuntimeError):  # no thread can start, for instance at the exit of the interpreter
             others.extend(_executor().submit(queue.drain) for _ in range(threads - 1))
         queue.drain()
         while others:
             try:
-                if not others[-1].cancel():  # one that has not begun would find nothing to do: the pool was busy
+                if not others[-1].cancel():  # the pool was busy: a worker that has not started has no task left
                     others[-1].result()
                 others.pop()
-            except KeyboardInterrupt as interrupt:  # wait all the same: the arrays are in use until then
+            except KeyboardInterrupt as interrupt:  # go on waiting: the threads still use the arrays
                 queue.failure = interrupt
     if queue.failure is not None:
         raise queue.failure
 
 
 def blas_within_limit() -> contextlib.AbstractContextManager[None]:
-    """Let the BLAS use its own threads, unless POLYATTN_NUM_THREADS allows fewer: then one."""
+    """Leave the number of BLAS threads as it is, or limit it to 1 if POLYATTN_NUM_THREADS is lower."""
     if not os.environ.get(VARIABLE):
         return contextlib.nullcontext()
     return contextlib.nullcontext() if thread_count() == _guard.threads() else _guard.held()
 
 
 class _Queue:
-    """Tasks that several threads take one by one, until one of them fails."""
+    """Tasks that several threads take one by one, until a task raises an exception."""
 
     def __init__(self, worker: Callable[[], Callable[[Any], None]], tasks: Iterable[Any]) -> None:
         self.worker = worker
@@ -81,7 +81,7 @@ class _Queue:
         self.failure: BaseException | None = None
 
     def drain(self) -> None:
-        """Work until nothing is left. Floating-point settings are each thread's own."""
+        """Run tasks until the queue is empty. NumPy's floating-point settings are set for each thread."""
         try:
             with np.errstate(all="ignore"):
                 work = self.worker()
@@ -94,7 +94,7 @@ class _Queue:
 
 
 class _Guard:
-    """Holds NumPy's BLAS to one thread while anyone wants it so, and then restores what it had."""
+    """Limits NumPy's BLAS to one thread while any call needs that, and then restores the previous number."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -102,7 +102,7 @@ class _Guard:
         self.before = 1
 
     def threads(self) -> int:
-        """Return how many threads the BLAS has when nobody holds it."""
+        """Return the number of threads of the BLAS without our limit."""
         with self.lock:
             return self.before if self.holders else _blas_threads()
 
@@ -122,21 +122,21 @@ class _Guard:
                     _limit_blas(self.before)
 
     def after_fork(self) -> None:
-        """Start anew in a child: whoever held the BLAS did not come along."""
+        """Reset the guard in a child process: the threads that limited the BLAS exist only in the parent."""
         self.lock = threading.Lock()
         if self.holders:
             self.holders = 0
             _limit_blas(self.before)
 
 
-_guard = _Guard()  # of the process, as the BLAS's own setting is
+_guard = _Guard()  # one for the process, like the number of BLAS threads
 
 
 @functools.cache
 def _blas() -> Any:
-    """Return threadpoolctl's handle of the BLAS that NumPy brings or links, None where it knows none."""
+    """Return threadpoolctl's controller of NumPy's BLAS, or None if threadpoolctl finds none."""
     found = ThreadpoolController().select(user_api="blas").lib_controllers
-    home = Path(np.__file__).resolve().parent  # wheels keep theirs in numpy.libs, numpy/.dylibs
+    home = Path(np.__file__).resolve().parent  # wheels have their BLAS in numpy.libs or numpy/.dylibs
     own = [library for library in found if Path(library.filepath).resolve().is_relative_to(home)]
     beside = [library for library in found if Path(library.filepath).resolve().parent.name == "numpy.libs"]
     return next(iter([*own, *beside, *found]), None)
@@ -155,7 +155,7 @@ def _limit_blas(threads: int) -> None:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the threads of this process; they start when first needed."""
+    """Return the thread pool of this process; its threads start at first use."""
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="polyattn")
 
 

@@ -1,4 +1,4 @@
-"""array-api-strict as a polyattn backend: the referee, which has the standard and nothing else."""
+"""array-api-strict as a polyattn backend: it implements the array API standard and nothing more."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from polyattn.backend import Array, Backend
 __all__ = ["backend"]
 
 WHOLE = ("cpu", "device1", "device2")
-# Its other devices exist to test libraries that lack 64-bit types: nothing is sent there, but arrays may be there.
+# The other devices simulate libraries without 64-bit types: polyattn moves no array there, but users may.
 DEVICES = {"cpu": "CPU_DEVICE"} | {name: name for name in (*WHOLE[1:], "no_float64", "no_x64")}
 
 
 class StrictBackend(Backend):
-    """Arrays of array-api-strict. Its make-believe devices are real enough to catch a creation without ``device=``."""
+    """Arrays of array-api-strict. Its simulated devices raise an error for a creation without ``device=``."""
 
     name = "array-api-strict"
     array_modules = ("array_api_strict",)
@@ -47,34 +47,34 @@ class StrictBackend(Backend):
         return isinstance(x, type(self.namespace().empty(())))
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Take one of its arrays, or a NumPy array of a dtype that the standard has."""
+        """Convert an array of array-api-strict, or a NumPy array of a dtype of the standard."""
         xp = self.namespace()
         if self.owns(x):
             if copy is False and device != self.device_of(x):
                 raise ValueError(f"an array on {self.device_of(x)} cannot reach {device} without a copy")
             y: Array = xp.asarray(x, copy=True) if copy else x
             return y.to_device(self.native_device(device)) if device else y
-        if device not in (None, "cpu"):  # as a real device would, it has memory of its own
+        if device not in (None, "cpu"):  # its memory counts as separate, like that of a real device
             if copy is False:
                 raise ValueError(f"an array on cpu cannot reach {device} without a copy")
             copy = True
         return xp.asarray(x, device=self.native_device(device), copy=copy)
 
     def device_of(self, x: Array) -> str:
-        """Spell the default device ``cpu``."""
+        """Return the name of the device; the default device is ``cpu``."""
         native = str(x.device)
         return next((name for name, spelt in DEVICES.items() if f"'{spelt}'" in native), native)
 
     def native_device(self, device: str | None) -> Any:
-        """Return its Device object."""
+        """Return the ``Device`` object."""
         return None if device is None else self.namespace().Device(DEVICES[device])
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """View its memory through DLPack, which it offers on its CPU device."""
+        """View the memory through DLPack, which only the CPU device supports."""
         return np.asarray(np.from_dlpack(x.to_device(self.native_device("cpu"))))
 
     def shares(self, x: Array) -> bool:
-        """Share whatever DLPack can describe, to get it back by, and is writable: it is NumPy underneath."""
+        """Share arrays on the CPU device, and NumPy arrays that are writable and that DLPack can describe."""
         if not isinstance(x, np.ndarray):
             return self.device_of(x) == "cpu"
         axes = zip(x.shape, x.strides, strict=True)
@@ -82,7 +82,7 @@ class StrictBackend(Backend):
         return whole and x.flags.writeable and x.flags.aligned and x.dtype.isnative
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Silence the floating-point warnings of the NumPy underneath."""
+        """Silence the floating-point warnings of NumPy, which computes for array-api-strict."""
         return np.errstate(all="ignore")
 
 

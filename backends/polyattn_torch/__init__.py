@@ -1,4 +1,4 @@
-"""PyTorch as a polyattn backend, on the CPU, CUDA and Apple's MPS."""
+"""PyTorch as a polyattn backend: CPU, CUDA and Apple's MPS devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACED = ArrayState(captive="is being traced by torch", readable=False)
 
 
 class TorchBackend(Backend):
-    """Torch tensors, subclasses and wrapped ones included."""
+    """Torch tensors, including subclasses and the wrapped tensors of torch.func."""
 
     name = "torch"
     array_modules = ("torch",)
@@ -32,8 +32,8 @@ class TorchBackend(Backend):
     }
 
     @property
-    def kernels(self) -> Sequence[Kernel]:  # type: ignore[override]  # it depends on what torch is doing
-        """Return the fused kernel; it and the generic one as nodes or operators where torch has to see attention."""
+    def kernels(self) -> Sequence[Kernel]:  # type: ignore[override]  # it depends on torch's mode
+        """Return the kernels for the current mode: plain, as autograd nodes, or as operators for torch.compile."""
         import torch
 
         if torch.compiler.is_compiling():
@@ -43,7 +43,7 @@ class TorchBackend(Backend):
         return RECORDED if twice or torch.autograd.forward_ad._current_level >= 0 else PLAIN
 
     def devices(self) -> tuple[str, ...]:
-        """List the CPU, the CUDA devices and MPS, torch's own default first."""
+        """List the CPU, the CUDA devices and MPS, with torch's default device first."""
         import torch
 
         found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
@@ -65,13 +65,13 @@ class TorchBackend(Backend):
         return isinstance(x, torch.Tensor)
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
-        """Take a tensor, a NumPy view that torch can describe, or an array on a CUDA device."""
+        """Convert a tensor, a NumPy array with a layout that torch supports, or an array on a CUDA device."""
         import torch
 
         if isinstance(x, torch.Tensor):
             tensor = x
         elif isinstance(x, np.ndarray):
-            # NumPy's bfloat16 is a dtype of ml_dtypes, unknown to torch. While torch compiles, x hides its dtype.
+            # torch does not know NumPy's bfloat16, a dtype of ml_dtypes. While torch compiles, x.dtype is unavailable.
             bits = not torch.compiler.is_compiling() and dtype_name(x.dtype) == "bfloat16"
             tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(x)
         else:
@@ -86,7 +86,7 @@ class TorchBackend(Backend):
         return tensor.to(target, copy=bool(copy))
 
     def device_of(self, x: Array) -> str:
-        """Return torch's own spelling, but ``cpu`` for its ``cpu:0`` too."""
+        """Return torch's name of the device, with ``cpu`` in place of ``cpu:0``."""
         return "cpu" if x.is_cpu else str(x.device)
 
     def native_device(self, device: str | None) -> Any:
@@ -96,7 +96,7 @@ class TorchBackend(Backend):
         return None if device is None else torch.device(device)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        """View the tensor's memory; lazy negation and conjugation are carried out, other devices copied."""
+        """View the memory of a CPU tensor; copy from other devices, or if negation or conjugation is lazy."""
         import torch
 
         if x.is_meta:
@@ -114,7 +114,7 @@ class TorchBackend(Backend):
             raise BackendMismatchError(f"this {type(x).__name__} cannot leave torch: {error}") from error
 
     def shares(self, x: Array) -> bool:
-        """Share host memory without pending negation, and of NumPy what torch can describe and may write to.
+        """Share CPU tensors without lazy negation or conjugation, and writable NumPy arrays that torch supports.
 
         Torch aborts the process on negative strides.
         """
@@ -125,11 +125,11 @@ class TorchBackend(Backend):
         return whole and x.flags.writeable and x.flags.aligned and x.dtype.isnative
 
     def state(self, x: Array) -> ArrayState:
-        """Keep what autograd, torch.func or torch.compile follow; refuse tensors without a shape and strides."""
+        """Declare tensors of autograd, torch.func and torch.compile captive, and nested and sparse ones unusable."""
         import torch
         from torch._C import _functorch
 
-        if torch.compiler.is_compiling():  # whose backward graphs may not ask for a layout or requires_grad
+        if torch.compiler.is_compiling():  # compiled backward graphs may read neither layout nor requires_grad
             return TRACED
         unusable = captive = None
         if x.is_nested:
@@ -141,19 +141,19 @@ class TorchBackend(Backend):
             captive = "requires gradients (detach() it if they are not wanted)"
         elif traced:
             captive = TRACED.captive
-        # Within a transform a plain tensor has no memory to read either.
+        # Inside a transform the memory of a plain tensor is not readable either.
         readable = x.device.type == "cpu" and not traced and _functorch.maybe_current_level() is None
         return ArrayState(unusable, captive, readable) if unusable or captive or not readable else READY
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Record no autograd graph, and compute in the precision that is written: autocast would lower it."""
+        """Record no autograd graph, and disable autocast, which would lower the precision."""
         import torch
 
         lowered = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
         return _as_written(lowered) if lowered else torch.no_grad()
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-        """Look at the predicate; meta tensors have none, so either branch does, and a trace computes both."""
+        """Run the branch that the predicate selects; for a traced predicate both, for a meta tensor ``if_true``."""
         import torch
         from torch._C import _functorch
         from torch.utils import _pytree
@@ -161,7 +161,7 @@ class TorchBackend(Backend):
         if predicate.is_meta:
             return if_true()
         traced = torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(predicate)
-        traced = traced or torch._C._len_torch_dispatch_stack() > 0  # make_fx, for instance
+        traced = traced or torch._C._len_torch_dispatch_stack() > 0  # for instance make_fx
         if not traced:
             return super().cond(predicate, if_true, if_false)
 
@@ -171,11 +171,11 @@ class TorchBackend(Backend):
         return _pytree.tree_map(chosen, if_true(), if_false())
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
-        """Write into ``x`` itself, unless torch follows."""
+        """Write into ``x`` itself, unless autograd records or a transform is active."""
         import torch
 
         followed = torch.is_grad_enabled() and (x.requires_grad or value.requires_grad)
-        if followed or transformed():  # x may have no room for each of a vmap's
+        if followed or transformed():  # under vmap, x may lack the mapped axis of value
             return super().update_slice(x, value, start, axis)
         if getattr(start, "ndim", 0) == 1:
             return super().update_slice(x, value, start, axis)
@@ -183,13 +183,13 @@ class TorchBackend(Backend):
         return x
 
     def index_add(self, x: Array, index: Array, value: Array) -> Array:
-        """Use torch's own."""
+        """Use ``torch.Tensor.index_add``."""
         return x.index_add(0, index, value)
 
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array]:
-        """Put the pair into autograd as one node, where any input requires gradients."""
+        """Record the pair as one autograd node if any input requires gradients."""
         from ._autograd import apply
 
         return lambda *arrays: apply(self.scope, forward, backward, arrays)
@@ -207,7 +207,7 @@ class TorchBackend(Backend):
 
 @contextlib.contextmanager
 def _as_written(lowered: list[str]) -> Iterator[None]:
-    """Record no graph, and switch autocast off for these kinds of device."""
+    """Record no autograd graph, and disable autocast for these device types."""
     import torch
 
     if not lowered:

@@ -1,4 +1,4 @@
-"""One autograd node for any forward and backward pair. Imported only once torch is."""
+"""One autograd node for any pair of forward and backward. This module imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._modes import transformed
 
 @dataclass
 class _Call:
-    """A forward and its backward, and the structure of what the forward saved."""
+    """A forward, its backward, and the structure of the record that the forward saved."""
 
     scope: Callable[[], Any]
     forward: Callable[..., Any]
@@ -24,19 +24,19 @@ class _Call:
     structure: Any = None
 
     def run(self, *arrays: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return y and the arrays that were saved."""
+        """Return y and the saved arrays."""
         y, saved = self.forward(*arrays)
         held, self.structure = flatten(saved)
         return y, held
 
     def pull(self, dy: Any, held: Any) -> tuple[Any, ...]:
-        """Return the gradients, from what was saved."""
+        """Return the gradients, computed from the saved arrays ``held``."""
         grads: tuple[Any, ...] = self.backward(dy, self.structure.build(held))
         return grads
 
 
 class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
-    """``y = forward(*arrays)[0]``; what was saved are further outputs, so that torch.func can follow them."""
+    """``y = forward(*arrays)[0]``; the saved arrays are further outputs, so that torch.func can transform them."""
 
     generate_vmap_rule = True
 
@@ -44,7 +44,7 @@ class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to t
     def forward(call: _Call, *arrays: Any) -> Any:
         with call.scope():
             y, held = call.run(*arrays)
-        # What is saved may be y or an input itself; as an output of its own, without a gradient, it is another tensor.
+        # A saved array may be y or an input; as a separate output without a gradient it must be another tensor.
         return y, *(s.detach() for s in held)
 
     @staticmethod
@@ -55,7 +55,7 @@ class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to t
         ctx.mark_non_differentiable(*held)
         if forward_ad._current_level < 0:
             ctx.save_for_backward(*held, *arrays)
-        else:  # a node holds these until it goes, so only where jvp is asked for
+        else:  # these tensors stay in memory as long as the node, so save them only in forward mode
             kept = (*held, *arrays, torch.zeros_like(y))
             ctx.save_for_backward(*kept)
             ctx.save_for_forward(*kept)
@@ -67,7 +67,7 @@ class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to t
             if not create_graph:
                 return (None, *call.pull(dy, tensors[: ctx.saved_count]))
             arrays = tensors[ctx.saved_count : ctx.saved_count + ctx.array_count]
-            with torch.enable_grad():  # what was saved has to depend on the inputs again
+            with torch.enable_grad():  # compute the saved arrays again, as functions of the inputs
                 return (None, *call.pull(dy, call.run(*arrays)[1]))
 
     @staticmethod
@@ -85,7 +85,7 @@ class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to t
 
 
 class _Traced(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
-    """The same where torch.compile follows, which takes neither ``jvp`` nor outputs that are None."""
+    """The same node for torch.compile, which supports neither ``jvp`` nor outputs that are None."""
 
     @staticmethod
     def forward(ctx: Any, scope: Any, forward: Any, backward: Any, *arrays: Any) -> Any:
@@ -105,8 +105,8 @@ class _Traced(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 def apply(
     scope: Callable[[], Any], forward: Callable[..., Any], backward: Callable[..., Any], arrays: tuple[Any, ...]
 ) -> Any:
-    """Run the pair; where nothing requires gradients, only the forward and without a graph."""
-    if torch.compiler.is_compiling() and transformed():  # no node is looked for there: torch has the formula itself
+    """Run the pair as an autograd node; if no input requires gradients, run only the forward, without a graph."""
+    if torch.compiler.is_compiling() and transformed():  # torch.func differentiates the formula: no node is needed
         recording = torch.is_grad_enabled()
         with scope(), torch.set_grad_enabled(recording):
             return forward(*arrays)[0]
@@ -119,7 +119,7 @@ def apply(
 
 
 def distinct(arrays: tuple[Any, ...]) -> list[Any]:
-    """Return the arrays, a view for each that was there before: torch.compile takes a tensor once."""
+    """Replace repeated arrays by views: torch.compile does not support the same tensor in two arguments."""
     found: list[Any] = []
     for x in arrays:
         again = x is not None and any(x is other for other in found)

@@ -1,13 +1,13 @@
-"""What stands around the calls of torch's fused attention: operands, masks, the joining of parts. Needs torch.
+"""The calls of torch's fused attention: layout of operands, masks, merging of parts. This module imports torch.
 
-Every call is judged by its results. A NaN or infinity leaves them not finite,
-whether it is excluded or not, and the tiles then decide which it was.
+The results of each call are tested. A NaN or infinity in the inputs, excluded or
+not, makes them not finite; the generic kernel then computes the problem.
 
-The operations know one rounded log-sum-exp a row. Its rounding is a factor of
-every weight of the row in the backward: where it is small enough not to show, the
-largest score is said to be 0 in every row, by an array without strides, so that
-the backward sees that without waiting for a device. Elsewhere the backward, and
-what joins parts, is left to the tiles.
+The operations return one rounded log-sum-exp for each row. Its rounding error is a
+factor of all weights of the row in the backward. Where the error is negligible, the
+largest score is set to 0 in all rows by an array with strides 0, which the backward
+recognises without waiting for a device. Elsewhere the generic kernel computes the
+backward, and problems in several parts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["backward", "forward", "opaque"]
 
 LARGE = 1e38  # below the largest float32
 SMALL = {"float16": 1024.0, "bfloat16": 1024.0, "float32": 16.0, "float64": 16.0}
-"""Log-sum-exps whose rounding does not show: in float32 it is below 5e-7 here, 1e-7 of a 16-bit number's own."""
+"""The largest log-sum-exp, by dtype of the inputs, with a negligible rounding error: below 5e-7 for float32."""
 
 
 def opaque(*arrays: Array | None) -> bool:
-    """Say whether something of torch's follows one of the arrays: it has no value, or needs another derivative."""
+    """Return whether torch traces, transforms or differentiates any of the arrays."""
     given = [x for x in arrays if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return True
@@ -52,7 +52,7 @@ def opaque(*arrays: Array | None) -> bool:
 
 
 class Layout:
-    """How the operands of a problem become (items, heads, n, width), and the results the problem's own again."""
+    """The layout (items, heads, n, width) of operands for the fused operations, and its reverse for results."""
 
     def __init__(self, problem: Problem, calls: list[Part], operands: tuple[Array, ...], columns: int = 0) -> None:
         sizes, self.run = problem.sizes, operation(problem)
@@ -62,17 +62,17 @@ class Layout:
         self.whole = len(calls) == 1 and calls[0][:2] == every[:2]
         items, heads = math.prod(sizes.batch), sizes.heads
         if self.groups > 1 and calls in ([every], [every._replace(masked=True)]) and alike(problem):
-            heads, self.groups = sizes.kv_heads, 1  # rows that see the same keys may stand one after the other
+            heads, self.groups = sizes.kv_heads, 1  # all rows attend to the same keys: stack those of a key head
         if self.run.flat and not any(part.masked for part in calls) and all(map(self.packed, operands)):
-            items, heads = items * heads, 1  # so that the gradients' rows, too, stand one after the other
+            items, heads = items * heads, 1  # so that the gradients are contiguous too
         self.lead = (items, heads)
 
     def packed(self, x: Array) -> bool:
-        """Say whether an operand's heads lie one after the other."""
+        """Return whether an operand is contiguous and has all batch axes."""
         return bool(x.is_contiguous()) and x.shape[:-3] == self.batch
 
     def lay(self, x: Array, groups: int = 1) -> Array:
-        """(…, H, n, d) → (items, heads, n, width), without a copy where that can be."""
+        """(…, H, n, d) → (items, heads, n, width), without a copy if possible."""
         x = x.to(self.run.dtype(x.dtype))
         if x.shape[:-3] != self.batch:
             x = x.expand(*self.batch, *x.shape[-3:])
@@ -82,11 +82,11 @@ class Layout:
             x = x.repeat_interleave(groups, dim=-3)
         if x.ndim != 4 or x.shape[:2] != self.lead:
             x = x.reshape(*self.lead, -1, self.width)
-        # The operations read neighbours along the last axis, and rows that lie apart.
+        # The operations need contiguous rows that do not overlap.
         return x if x.stride(-1) == 1 and x.stride(-2) >= self.width else x.contiguous()
 
     def lay_all(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Lay out q, k and v, these two with a head for each head of the queries."""
+        """Lay out q, k and v, with k and v repeated for each query head."""
         return self.lay(q), self.lay(k, self.groups), self.lay(v, self.groups)
 
     def lay_rows(self, x: Array) -> Array:
@@ -94,7 +94,7 @@ class Layout:
         return x.to(self.run.dtype(x.dtype)).reshape(*self.lead, -1)
 
     def back(self, y: Array, shape: tuple[int, ...]) -> Array:
-        """Return out or a gradient in its own shape, summed over what was repeated or broadcast."""
+        """Return out or a gradient in its own shape, summed over repeated heads and broadcast axes."""
         y = y.reshape(*self.batch, -1, shape[-2], self.width)
         if self.width != shape[-1]:
             y = y[..., : shape[-1]]
@@ -104,13 +104,13 @@ class Layout:
 
 
 def alike(problem: Problem) -> bool:
-    """Say whether the rows of an item, whichever head's, are all told the same about a key."""
+    """Return whether all rows of a batch entry, over all heads, have the same mask, apart from causality."""
     one_mask = problem.mask is None or math.prod(problem.mask.shape[-3:-2]) == 1
     return one_mask and (problem.sizes.n_q == 1 or not varies(problem))
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -> tuple[Array, RowStatistics] | None:
-    """Return out and the row statistics, or None where the tiles have to look."""
+    """Return out and the row statistics, or None if the generic kernel must compute them."""
     layout, rows = Layout(problem, calls, (q, k, v)), problem.sizes.scores[:-1]
     operands = layout.lay_all(q, k, v)
     if layout.whole:
@@ -126,7 +126,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -
             doubt = doubt + more
     out, lse = layout.back(out, (*rows, problem.sizes.d_v)), lse.reshape(rows)
     most = largest_magnitude(lse)
-    if problem.sinks is not None:  # one more key, whose value is zero
+    if problem.sinks is not None:  # one more score with a value of zero
         sinks = problem.sinks.to(lse.dtype)
         most = torch.maximum(most, largest_magnitude(sinks))
         out, lse = joined((out, lse), (torch.zeros_like(out), sinks[:, None]))
@@ -137,29 +137,29 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, calls: list[Part]) -
     if most_ <= SMALL[problem.dtype]:
         return out.to(q.dtype), RowStatistics(lse.new_zeros(()).expand(lse.shape), lse)
     if problem.sinks is not None or any(part.more for part in calls):
-        return None  # what was joined has lost digits
+        return None  # merging has lost digits
     return out.to(q.dtype), statistics_of_lse(problem.xp, lse)
 
 
 def largest_magnitude(lse: Array) -> Array:
-    """Return the largest absolute value but for −inf, which says that there is nothing."""
+    """Return the largest absolute value, without the −inf of empty rows."""
     return torch.where(lse == -math.inf, 0.0, lse).abs().amax()
 
 
 def is_small(statistics: RowStatistics, dtype: str) -> bool:
-    """Say whether the rounding of the log-sum-exp does not show, without a look at values where it can be."""
+    """Return whether the rounding error of the log-sum-exp is negligible, by strides if possible, else by values."""
     if not any(statistics.largest.stride()) and statistics.largest.ndim:
         return True
     return bool(largest_magnitude(statistics.lse) <= SMALL[dtype])
 
 
 def attend(layout: Layout, operands: Any, problem: Problem, part: Part) -> tuple[Array, Array, Array]:
-    """Run the forward of one part; the third result is finite only where the other two are right."""
+    """Run the forward of one part; the third result is finite only if the other two are right."""
     q, k, v = operands if layout.whole else cut(part, *operands)
     mask, some = masks(problem, part, q.dtype)
     out, lse = layout.run.forward(q, k, v, part.causal, mask, problem.scale)
     known = lse if some is None else torch.where(some, lse, 1.0)
-    doubt = (known / known).sum()  # the CPU operation says 0 of an empty row, but of genuine scores of −inf as well
+    doubt = (known / known).sum()  # NaN for an lse of 0, which the CPU operation also returns if all scores are −inf
     if part.causal or part.masked:
         doubt = doubt + total(out)
     return out, lse if some is None else torch.where(some, lse, -math.inf), doubt
@@ -169,7 +169,7 @@ def backward(
     dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
     problem: Problem, calls: list[Part],
 ) -> AttentionGrads | None:  # fmt: skip
-    """Return the gradients, or None where the tiles have to look."""
+    """Return the gradients, or None if the generic kernel must compute them."""
     if not is_small(statistics, problem.dtype):
         return None
     lse = statistics.lse
@@ -178,8 +178,8 @@ def backward(
     dout_, out_, lse_ = layout.lay(dout), layout.lay(out), layout.lay_rows(lse)
     if dlse is not None:
         if dout_.dtype != lse_.dtype:
-            return None  # 16 bits are too few for it
-        # dS = P (dO Vᵀ − rowsum(dO O) + dlse): one more column, dlse beside dO and −1 beside O
+            return None  # dlse would lose digits in 16 bits
+        # dS = P (dO Vᵀ − rowsum(dO O) + dlse): append a column to each, dlse to dO and −1 to O
         dout_[..., problem.sizes.d_v], out_[..., problem.sizes.d_v] = layout.lay_rows(dlse), -1.0
     grads: tuple[Array, ...]
     if layout.whole:
@@ -200,19 +200,19 @@ def backward(
 def attend_backward(
     layout: Layout, operands: Any, dout: Array, out: Array, lse: Array, problem: Problem, part: Part
 ) -> tuple[Array, Array, Array]:
-    """Run the backward of one part, from what its rows are over all their keys."""
+    """Run the backward of one part, with dout, out and lse of the whole rows."""
     mask, some = masks(problem, part, out.dtype)
     if some is not None:
-        lse = torch.where(lse == -math.inf, 0.0, lse)  # of a row without keys: exp(−inf − 0) is 0
+        lse = torch.where(lse == -math.inf, 0.0, lse)  # in empty rows, so that exp(−inf − lse) is 0
     dq, dk, dv = layout.run.backward(dout, *operands, out, lse, part.causal, mask, problem.scale)
     return dq, dk, dv
 
 
 def masks(problem: Problem, part: Part, dtype: Any) -> tuple[Array | None, Array | None]:
-    """Return a part's mask as scores (B, H, n_q, n_k) to add, and which rows may attend to something (B, H, n_q)."""
+    """Return the additive mask (B, H, n_q, n_k) of a part, and which rows are not empty (B, H, n_q)."""
     if not part.masked:
         return None, None
-    if not varies(problem):  # the keys alone: what causality excludes is left to the operation
+    if not varies(problem):  # a mask of the keys only: the operation applies causality
         problem = replace(problem, causal=False, window=(None, None))
     allowed: Any = allowed_in(problem, part.rows, part.keys)
     if allowed is None:
@@ -236,12 +236,12 @@ def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def sinks_gradient(dout: Array, dlse: Array | None, out: Array, lse: Array, problem: Problem) -> Array | None:
-    """Return the sinks' gradient: a sink is one more score, whose weight meets no value."""
+    """Return the gradient of the sinks: a sink is one more score, and its value is zero."""
     if problem.sinks is None:
         return None
     sinks, dtype = problem.sinks, lse.dtype
     shift = -(dout.to(dtype) * out.to(dtype)).sum(-1)
-    shift = torch.where((out == 0).all(-1), 0.0, shift)  # an empty row moves no sink, whatever came back to it
+    shift = torch.where((out == 0).all(-1), 0.0, shift)  # a NaN in dout of an empty row must not reach the sinks
     shift = shift if dlse is None else shift + dlse
     weight = torch.exp(sinks.to(dtype)[:, None] - torch.where(lse == -math.inf, 0.0, lse))
     return (weight * shift).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
@@ -253,11 +253,11 @@ def cut(part: Part, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
 
 
 def total(x: Array) -> Array:
-    """Return a sum that is finite where every entry is, but for a rare overflow."""
+    """Return the sum in float32 at least: finite if all elements are, except for a rare overflow."""
     return x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def bounded(q: Array, k: Array, scale: float) -> bool:
-    """Say whether q and k are finite and no score can overflow: a log-sum-exp of 0 is then one."""
+    """Return whether q and k are finite and no score can overflow, so that a log-sum-exp of 0 is a valid result."""
     largest = q.abs().amax().double() * k.abs().amax() * q.shape[-1] * max(scale, 1.0)
     return bool(largest < LARGE)

@@ -1,8 +1,8 @@
-"""torch's fused attention as a kernel: which problems it computes, and as which calls. Without torch itself.
+"""torch's fused attention as a kernel: which problems it supports, and by which calls. Does not import torch.
 
-The fused operations know two patterns, every key and the square upper-left
-triangle, and on the CPU a mask besides. What causality, windows and lengths
-leave of a problem is cut into parts of these patterns.
+The fused operations support two patterns, all keys and the causal square that
+starts at the upper left, and on the CPU also a mask. A problem with causality,
+windows or lengths is split into parts with these patterns.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Tile
 __all__ = ["FusedKernel", "Part", "parts", "varies"]
 
 TILED = TiledKernel()
-MASKED = 2**21  # pairs for which a mask is held at a time: 8 MiB in float32
-LEAST = 64  # rows of a masked part
+MASKED = 2**21  # elements of the mask of one part: 8 MiB in float32
+LEAST = 64  # the least number of rows of a masked part
 
 
 class Part(NamedTuple):
-    """One call: some rows against some keys."""
+    """One call: a range of rows and a range of keys."""
 
     rows: slice
     keys: slice
     causal: bool = False
-    """The rows see the upper-left triangle of the keys, which are as many."""
+    """Row i of the part attends to its keys up to the i-th; there are as many keys as rows."""
     masked: bool = False
     """A mask excludes some of the pairs."""
     more: bool = False
-    """The rows have seen other keys in the part before."""
+    """The part before has other keys of the same rows, so the results are merged."""
 
 
 class FusedKernel:
-    """The kernel behind torch's ``scaled_dot_product_attention``, called with our cache in place of a graph."""
+    """The kernel behind torch's ``scaled_dot_product_attention``, with polyattn's cache in place of a graph."""
 
     name = "fused"
     joins_statistics = True
 
     def supports(self, problem: Problem) -> str | None:
-        """Support what the fused operations compute exactly as the semantics say."""
+        """Support the problems that the fused operations compute as polyattn defines them."""
         if problem.softcap is not None:
             return "the fused operations have no softcap"
         if problem.dropout:
@@ -61,7 +61,7 @@ class FusedKernel:
         return None if device == "cpu" else f"there is no fused operation on {problem.device}"
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Run the fused forward on each part; hand what is not finite, or followed by a transform, to the tiles."""
+        """Run the fused forward on each part; if a result is not finite or torch traces, the generic kernel."""
         from ._fused import forward, opaque
 
         result = None if opaque(q, k, v) else forward(q, k, v, problem, parts(problem))
@@ -71,7 +71,7 @@ class FusedKernel:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Run the fused backward on each part, with the out and log-sum-exp of the whole rows."""
+        """Run the fused backward on each part, with out and log-sum-exp of the whole rows; else the generic kernel."""
         from ._fused import backward, opaque
 
         arrays = (dout, dlse, q, k, v, out)
@@ -81,7 +81,7 @@ class FusedKernel:
 
 
 def parts(problem: Problem) -> list[Part]:
-    """Return the calls that make up a problem; rows and keys in none of them are empty or unseen."""
+    """Return the calls that compute a problem; rows in none of them are empty, and no row attends to other keys."""
     n_q, n_k = problem.sizes.n_q, problem.sizes.n_k
     if isinstance(problem.key_lengths, int):
         n_k = min(n_k, problem.key_lengths)
@@ -96,7 +96,7 @@ def parts(problem: Problem) -> list[Part]:
 
 
 def varies(problem: Problem) -> bool:
-    """Say whether the rows need a mask each: more than a triangle, and more than one that is the same for all."""
+    """Return whether rows need different masks: not just causality with a static offset, or a mask of the keys."""
     if problem.q_segments is not None or (problem.mask is not None and problem.mask.shape[-2:-1] not in ((), (1,))):
         return True
     left, right = problem.reach
@@ -104,9 +104,9 @@ def varies(problem: Problem) -> bool:
 
 
 def _triangle(offset: int, n_q: int, n_k: int, masked: bool) -> Iterator[Part]:
-    """Yield the parts of a causal problem: the keys that all rows see, the square, and the rows that see all keys."""
-    first = min(max(0, -offset), n_q)  # the rows before it see nothing
-    last = min(max(n_k - offset, first), n_q)  # from it on they see everything
+    """Yield the parts of a causal problem: the keys common to all rows, the square, the rows with all keys."""
+    first = min(max(0, -offset), n_q)  # rows before it are empty
+    last = min(max(n_k - offset, first), n_q)  # rows from it attend to all keys
     if last - first == 1:
         yield Part(slice(first, last), slice(0, offset + last), masked=masked)
     elif last > first:
@@ -118,12 +118,12 @@ def _triangle(offset: int, n_q: int, n_k: int, masked: bool) -> Iterator[Part]:
 
 
 def _bands(problem: Problem, n_q: int, n_k: int) -> Iterator[Part]:
-    """Yield rows in bands so narrow that their mask is small, each with the keys in its reach."""
+    """Yield ranges of rows short enough for a small mask, each with the range of its allowed keys."""
     mask, by_item = problem.mask, (problem.q_offset, problem.key_lengths, problem.q_segments)
     items = (mask is not None and math.prod(mask.shape[:-3]) > 1) or any(not isinstance(x, int | None) for x in by_item)
     copies = (math.prod(problem.sizes.batch) if items else 1) * (1 if mask is None else math.prod(mask.shape[-3:-2]))
     step, (left, right), offset = max(MASKED // (copies * max(n_k, 1)), LEAST), problem.reach, problem.q_offset
-    if left is not None and right is not None:  # the more rows, the more keys that most of them do not see
+    if left is not None and right is not None:  # with more rows, each row excludes more of the keys of the part
         step = min(step, max(left + right, 4 * LEAST))
     for start in range(0, n_q, step):
         stop = min(start + step, n_q)

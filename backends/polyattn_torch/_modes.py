@@ -1,4 +1,4 @@
-"""The kernels where torch does more than compute: differentiates twice, or compiles. Without torch itself."""
+"""The kernels for second derivatives and for torch.compile. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUSED, TILED = FusedKernel(), TiledKernel()
 
 
 class Recorded:
-    """A kernel whose forward and backward are autograd nodes, so that no tile of theirs is recorded."""
+    """A kernel whose forward and backward are autograd nodes, so that autograd does not record their tiles."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.kernel = kernel.name, kernel
@@ -28,7 +28,7 @@ class Recorded:
         return self.kernel.supports(problem)
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Return out and the row statistics, differentiable by what is written out."""
+        """Return out and the row statistics, with derivatives by explicit formulas."""
         from ._nodes import attention
 
         return attention(self.kernel, q, k, v, problem)
@@ -37,14 +37,14 @@ class Recorded:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Return the gradients; what they in turn depend on counts out and the statistics in."""
+        """Return the gradients; their derivatives include those through out and the statistics."""
         from ._nodes import attention_backward
 
         return attention_backward(self.kernel, dout, dlse, q, k, v, out, statistics, problem)
 
 
 class Compiled:
-    """A kernel as one operator of the compiled program, which does not look into it."""
+    """A kernel as one operator of a compiled program, so that torch.compile does not trace the kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.kernel = kernel.name, kernel
@@ -55,7 +55,7 @@ class Compiled:
         return self.kernel.supports(problem)
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-        """Call the operator."""
+        """Call the operator of the forward."""
         from ._operators import attention
 
         return attention(self.name, q, k, v, problem)
@@ -64,7 +64,7 @@ class Compiled:
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
-        """Call the operator, likewise."""
+        """Call the operator of the backward."""
         from ._operators import attention_backward
 
         return attention_backward(self.name, dout, dlse, q, k, v, out, statistics, problem)
@@ -76,19 +76,19 @@ COMPILED: Sequence[Kernel] = (Compiled(FUSED), Compiled(TILED))
 
 
 def ignore_our_log() -> None:
-    """Let torch.compile pass over polyattn's messages: they would break a graph, and be written once at most."""
+    """Make torch.compile ignore polyattn's log messages, which would break the graph."""
     config: Any = sys.modules["torch._dynamo.config"]
     getattr(config, "ignore_logging_functions", config.ignore_logger_methods).add(logging.getLogger("polyattn").debug)
 
 
 def transformed() -> bool:
-    """Say whether one of torch.func's transforms is at work."""
+    """Return whether a transform of torch.func is active."""
     from torch._C import _functorch
 
     return _functorch.maybe_current_level() is not None
 
 
-# As torch.compiler.assume_constant_result marks what is called while torch compiles; that would import the compiler.
+# What torch.compiler.assume_constant_result does; to call that would import the compiler.
 SETTLED: tuple[Any, ...] = (ignore_our_log, transformed)
 for function in SETTLED:
     function._dynamo_marked_constant = True

@@ -1,10 +1,10 @@
-"""Attention, its backward and the backward of that as autograd nodes, in linear memory. Needs torch.
+"""Attention, its backward and the backward of its backward as autograd nodes, in linear memory. Imports torch.
 
-A node keeps its operands and computes the rest again. Its derivatives are those
-of the whole formula: out and the row statistics, which a backward is handed,
-count as the functions of the inputs that they are, so nothing goes back through
-them. Of the statistics only the sum, the log-sum-exp, has derivatives: they
-stand at the second of the two, and the largest score counts as a constant.
+A node saves its operands and computes all other arrays again. The derivatives of the
+backward treat its arguments out and row statistics as functions of the inputs, so
+the arguments themselves get no gradient. Only the sum of the row statistics, the
+log-sum-exp, has derivatives: they are assigned to the second one, and the largest
+score counts as a constant.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["attention", "attention_backward"]
 
 
 class Tensors(NamedTuple):
-    """What a problem may have as tensors; the first three have gradients."""
+    """The arguments of a problem that may be tensors; the first three have gradients."""
 
     bias: Array | None = None
     table: Array | None = None
@@ -48,7 +48,7 @@ class Tensors(NamedTuple):
         return cls(*(x if isinstance(x, torch.Tensor) else None for x in given))
 
     def gradients(self, dbias: Array | None, dsinks: Array | None) -> Tensors:
-        """Return the gradient of each: that of the bias may be its table's."""
+        """Return the gradients by field: ``dbias`` belongs to the bias or to the table, whichever is present."""
         return Tensors(None if self.bias is None else dbias, None if self.table is None else dbias, dsinks)
 
 
@@ -85,7 +85,7 @@ class Operands(NamedTuple):
 
 
 def attention(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
-    """Return a kernel's out and row statistics as one node."""
+    """Return out and row statistics of a kernel, as one node."""
     bare, arrays = taken_apart(problem)
     out, *statistics = _Attention.apply(kernel, bare, q, k, v, *arrays)
     return out, RowStatistics(*statistics)
@@ -95,7 +95,7 @@ def attention_backward(
     kernel: Kernel, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
     statistics: RowStatistics, problem: Problem,
 ) -> AttentionGrads:  # fmt: skip
-    """Return a kernel's gradients as one node."""
+    """Return the gradients of a kernel, as one node."""
     bare, arrays = taken_apart(problem)
     return AttentionGrads(*_Backward.apply(kernel, bare, dout, dlse, out, *statistics, q, k, v, *arrays))
 
@@ -161,10 +161,10 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         ctx: Any, _kernel: Any, _bare: Any, dout_dot: Any, dlse_dot: Any, _out: Any, _largest: Any, _log_total: Any,
         *moved: Any,
     ) -> Any:  # fmt: skip
-        """∇L moves by its own derivative along the inputs, and by the backward of what dout and dlse move by."""
+        """Add the derivative of the gradients along the inputs, and the backward of the tangents of dout and dlse."""
         dout, dlse, out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
         problem, statistics = put_together(ctx.bare, arrays), RowStatistics(largest, log_total)
-        tangents = tangents_of(*moved)  # those of out and the statistics are in the formula
+        tangents = tangents_of(*moved)  # the formula includes those of out and the statistics
         _, _, of = attention_backward_vjp(tangents, dout, dlse, q, k, v, out, statistics, problem)
         if dout_dot is None and dlse_dot is None:
             return tuple(of)
@@ -174,7 +174,7 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
 
 
 class _Second(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
-    """The gradients of dout, dlse, q, k, v and the problem's tensors from cotangents of the backward's results."""
+    """The gradients of dout, dlse, q, k, v and the problem's tensors, from cotangents of the backward's results."""
 
     generate_vmap_rule = True
 
@@ -191,7 +191,7 @@ class _Second(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Differentiate the formula as it is written, out and the statistics too: a third derivative is recorded."""
+        """Differentiate the formula, including out and the statistics: autograd records third derivatives."""
         operands = Operands(*ctx.saved_tensors)
         floating = {name: x for name, x in operands._asdict().items() if x is not None and x.is_floating_point()}
         moving = [name for name in floating if name not in ("out", "largest", "log_total")]
@@ -210,7 +210,7 @@ class _Second(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 
 
 def second(bare: Problem, x: Operands) -> tuple[Array | None, ...]:
-    """Return what :class:`_Second` does, each in the dtype of what it belongs to."""
+    """Return the results of :class:`_Second`, each in the dtype of its operand."""
     problem, statistics = put_together(bare, x.tensors), RowStatistics(x.largest, x.log_total)
     cotangents = Tangents(x.q_bar, x.k_bar, x.v_bar, x.bias_bar, x.sinks_bar)
     ddout, ddlse, of = attention_backward_vjp(cotangents, x.dout, x.dlse, x.q, x.k, x.v, x.out, statistics, problem)
@@ -219,25 +219,25 @@ def second(bare: Problem, x: Operands) -> tuple[Array | None, ...]:
 
 
 def keep(ctx: Any, *tensors: Any) -> None:
-    """Save tensors for either direction."""
+    """Save tensors for reverse mode, and for forward mode if it is active."""
     ctx.save_for_backward(*tensors)
     if torch.autograd.forward_ad._current_level >= 0:
         ctx.save_for_forward(*tensors)
 
 
 def taken_apart(problem: Problem) -> tuple[Problem, Tensors]:
-    """Return a problem without its tensors, and these: torch has to see them."""
+    """Return a problem without its tensors, and the tensors, which must be arguments of the node."""
     tensors = Tensors.of(problem)
     absent: Any = {name: None for name, x in tensors._asdict().items() if x is not None}
     return replace(problem, **absent), tensors
 
 
 def put_together(bare: Problem, arrays: Any) -> Problem:
-    """Return the problem again."""
+    """Reverse :func:`taken_apart`: return the problem with its tensors."""
     given: Any = {name: x for name, x in Tensors(*arrays)._asdict().items() if x is not None}
     return replace(bare, **given)
 
 
 def tangents_of(q: Any, k: Any, v: Any, bias: Any, table: Any, sinks: Any, *_: Any) -> Tangents:
-    """Return how the inputs move, from the tangents of q, k, v and :class:`Tensors`."""
+    """Return the tangents of the inputs, from those of q, k, v and :class:`Tensors`."""
     return Tangents(q, k, v, bias if table is None else table, sinks)

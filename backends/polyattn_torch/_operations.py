@@ -1,4 +1,4 @@
-"""torch's fused attention operations behind one signature, and which of them computes a problem. Needs torch."""
+"""torch's fused attention operations with one signature, and the choice of one for a problem. Imports torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from polyattn.backend import Array, Problem
 __all__ = ["cuda_reason", "operation"]
 
 aten = torch.ops.aten
-GRID = 65535  # CUDA's bound on two of the three axes of a launch
+GRID = 65535  # CUDA's limit for two of the three axes of a grid
 
 
 class Cpu:
-    """``_scaled_dot_product_flash_attention_for_cpu``, in float32 at least: in float16 its sums are too."""
+    """``_scaled_dot_product_flash_attention_for_cpu``, in float32 at least, because it sums in the input dtype."""
 
     multiple, flat = 1, True
 
@@ -41,7 +41,7 @@ class Cpu:
 
 
 class Flash:
-    """``_scaled_dot_product_flash_attention`` on CUDA: 16 bits, up to 256 features in multiples of 8."""
+    """``_scaled_dot_product_flash_attention`` on CUDA: 16-bit dtypes, up to 256 features, a multiple of 8."""
 
     multiple, flat = 8, False
 
@@ -60,7 +60,7 @@ class Flash:
         dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool, mask: Any, scale: float
     ) -> Any:
         """Return the gradients of q, k and v."""
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the random numbers, of which there are none
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state, unused without dropout
         return aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state,
             scale=scale,
@@ -68,7 +68,7 @@ class Flash:
 
 
 class Efficient:
-    """``_scaled_dot_product_efficient_attention`` on CUDA: float32, and what is beyond Flash. Its lse is padded."""
+    """``_scaled_dot_product_efficient_attention`` on CUDA: problems that Flash does not support. Its lse is padded."""
 
     multiple, flat = 8, False
 
@@ -105,7 +105,7 @@ def operation(problem: Problem) -> Any:
 
 
 def cuda_reason(problem: Problem) -> str | None:
-    """Return why the CUDA operations do not compute a problem."""
+    """Return why the CUDA operations do not support a problem, or None if they do."""
     if torch.version.hip is not None:
         return "it is written for CUDA, not for ROCm"
     if problem.dtype == "float64":

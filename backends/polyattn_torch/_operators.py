@@ -1,7 +1,7 @@
-"""Attention and its backward as operators of torch's own, which a compiled program calls without looking into them.
+"""Attention and its backward as custom operators of torch, so that torch.compile does not trace the kernels.
 
-``torch.ops.polyattn.attention`` and ``torch.ops.polyattn.attention_backward``:
-the tensors of a problem, its numbers, its structured mask and bias as text, and the name of a kernel. Needs torch.
+``torch.ops.polyattn.attention`` and ``torch.ops.polyattn.attention_backward`` take the tensors of a problem, its
+numbers, its structured mask and bias as text, and the name of a kernel. This module imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEMA = """
 
 
 class Numbers(NamedTuple):
-    """What else an operator takes: of a problem's integers those that are no tensors, its numbers and structures."""
+    """The arguments of an operator that are not tensors; an integer is None if it is given as a tensor or absent."""
 
     q_offset: int | None
     key_lengths: int | None
@@ -63,11 +63,11 @@ def attention_backward(
 
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
-    """Return a problem as the operators take it, but for the kernel."""
+    """Return a problem as arguments of the operators, without the kernel."""
     given = (problem.q_offset, problem.key_lengths, problem.seed)
     q_offset, key_lengths, seed = (None if isinstance(x, torch.Tensor) else x for x in given)
     if seed is not None and seed >= 2**63:
-        seed -= 2**64  # the same bits, in what an operator takes for an integer
+        seed -= 2**64  # the same bits as a signed 64-bit integer, which the operator requires
     left, right = problem.window
     numbers = Numbers(
         q_offset, key_lengths, seed, problem.causal, left, right, problem.scale, problem.softcap, problem.dropout,
@@ -77,7 +77,7 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def problem_of(q: Array, k: Array, v: Array, *given: Any) -> Problem:
-    """Return the problem that :func:`arguments` took apart."""
+    """Reverse :func:`arguments`: return the problem."""
     tensors, numbers = taken_apart(given)
     mask, bias = structure_of(numbers.masking), structure_of(numbers.biasing)
     either = {
@@ -99,7 +99,7 @@ def taken_apart(given: Sequence[Any]) -> tuple[Tensors, Numbers]:
 
 
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
-    """Return the axis lengths of q, k and v, which have a head axis each."""
+    """Return the sizes of a problem from q, k and v, which must have a head axis."""
     batch = tuple(torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v))))
     return Sizes(batch, q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
 
@@ -157,7 +157,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _pull(ctx: Any, dout: Any, dlargest: Any, dlog_total: Any) -> Any:
-    """Only the sum of the two is differentiated: the gradient that either gets is that of the log-sum-exp."""
+    """Call the backward; the gradient of either row statistic is that of their sum, the log-sum-exp."""
     out, largest, log_total, q, k, v, *arrays = ctx.saved_tensors
     dout, dlse = torch.zeros_like(out) if dout is None else dout, dlargest if dlog_total is None else dlog_total
     run = torch.ops.polyattn.attention_backward

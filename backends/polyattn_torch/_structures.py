@@ -1,4 +1,4 @@
-"""Structured masks and biases as text, for operators of torch: ``AlibiBias(slopes=(0.25, 0.0625))``."""
+"""Structured masks and biases as text, for custom operators of torch: ``AlibiBias(slopes=(0.25, 0.0625))``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["structure_of", "text_of"]
 
 KINDS = (StructuredBias, StructuredMask)
 TABLE = "table"
-"""The one field that is a tensor. An operator has an argument of its own for it."""
+"""The only field that is a tensor; the operators have a separate argument for it."""
 
 
 def text_of(x: Any) -> str | None:
@@ -25,12 +25,12 @@ def text_of(x: Any) -> str | None:
 
 @constant_result
 def literal(x: Any) -> str:
-    """Return a Python literal."""
+    """Return ``x`` as a Python literal."""
     return repr(x)
 
 
 def structure_of(text: str | None) -> Any:
-    """Return the structured mask or bias of a text, or None."""
+    """Reverse :func:`text_of`: return the structured mask or bias, or None."""
     return None if text is None else _built(ast.parse(text, mode="eval").body)
 
 
