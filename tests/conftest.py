@@ -27,7 +27,7 @@ settings.register_profile("explore", max_examples=1000, **COMMON)
 settings.register_profile("thorough", settings.get_profile("explore"), max_examples=10_000)
 
 HERE = Path(__file__).parent
-ONCE = ("cli", "examples", "interop", "plugins", "unit")
+NUMPY_ALONE = ("cli", "examples", "interop", "plugins", "unit")
 PROGRAMS = HERE / "programs"
 LIBRARY, BACKEND = ((HERE / "stand_ins" / f"{name}.py").read_text() for name in ("library", "backend"))
 
@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(config, items):
     if (config.getoption("--polyattn-backend") or "numpy") == "numpy":
         return
     ours = [item for item in items if item.path.is_relative_to(HERE) and "target" not in item.fixturenames]
-    once = {item for item in ours if item.path.relative_to(HERE).parts[0] in ONCE}
+    once = {item for item in ours if item.path.relative_to(HERE).parts[0] in NUMPY_ALONE}
     config.hook.pytest_deselected(items=[*once])
     items[:] = [item for item in items if item not in once]
 
@@ -139,7 +139,6 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.addinivalue_line("markers", "needs(feature, ...): leave out where the backend lacks a feature")
-    config.addinivalue_line("markers", "long: left out unless ``-m`` asks for it, as ``nox -s compile`` does")
     from polyattn.testing.features import lacking  # not before pytest has loaded the plugin, whose asserts it rewrites
     from polyattn.testing.plugin import TARGET
 
