@@ -84,6 +84,11 @@ def choose(backend: Backend, x: Array, plain: Callable[[], tuple[Any, Array]], s
     return result if bool(backend.namespace().all(in_range)) else scaled()
 
 
+def within(xp: Any, x: Array, low: float, high: float) -> bool:
+    """Return whether every element is between two numbers. It reads the values."""
+    return 0 in x.shape or (bool(xp.greater_equal(xp.min(x), low)) and bool(xp.less_equal(xp.max(x), high)))
+
+
 def shrink(x: Array) -> float:
     """Return a power of two by which two factors are scaled so that no sum of many products of them overflows."""
     return 2.0 ** (-5 * step(x))

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..backend import Backend
 from ..errors import ArgumentError
+from ..functional._range import within
 from ..kernels import Array, dtype_name
 from ._base import Optimizer, Rate, check_number, set_number, set_rate
 
@@ -102,10 +104,11 @@ class AdamW(Optimizer):
         inside = of_square * self.eps_root, root * math.sqrt(self.eps_root)
         return rate * root / of_mean, *inside, root * self.eps, rate * self.weight_decay
 
-    def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
+    def _rule(self, theta: Array, grad: Array, *rest: Array, backend: Backend) -> tuple[Array, ...]:
+        xp = backend.namespace()
         mean, square, factor, inside, root_inside, outside, decay = rest
         mean = mean * self.betas[0] + grad * (1.0 - self.betas[0])
-        root, square = self._second_moment(grad, square, inside, root_inside, xp)
+        root, square = self._second_moment(grad, square, inside, root_inside, backend)
         numerator, denominator = mean, root + outside
         if self.eps < LEAST:
             vanished = xp.equal(denominator, xp.zeros_like(denominator))
@@ -117,6 +120,27 @@ class AdamW(Optimizer):
         return theta - step, mean, square
 
     def _second_moment(
+        self, grad: Array, square: Array, inside: Array, root_inside: Array, backend: Backend
+    ) -> tuple[Array, Array]:
+        """Return √(v + inside) and the new slot of v."""
+        xp = backend.namespace()
+        if backend.state(grad).readable:
+            v = square * self.betas[1] + grad * grad * (1.0 - self.betas[1])
+            if self._in_range(grad, square, inside, v, xp):
+                return xp.sqrt(v + inside if self.eps_root else v), v
+        return self._scaled_moment(grad, square, inside, root_inside, xp)
+
+    def _in_range(self, grad: Array, square: Array, inside: Array, v: Array, xp: Any) -> bool:
+        """Return whether no square in v has overflowed or underflowed."""
+        low, high = (bound * bound for bound in ORDINARY[dtype_name(v.dtype)])
+        if not within(xp, square, 0.0, high) or (self.eps_root and not within(xp, inside, low, high)):
+            return False
+        if within(xp, v, low, high):
+            return True
+        zero = xp.logical_and(xp.equal(v, 0.0), xp.equal(grad, 0.0))
+        return within(xp, xp.where(zero, xp.ones_like(v), v), low, high)
+
+    def _scaled_moment(
         self, grad: Array, square: Array, inside: Array, root_inside: Array, xp: Any
     ) -> tuple[Array, Array]:
         """Return √(v + inside) and the new slot of v, with squares computed in units of the largest root.

@@ -73,7 +73,8 @@ class Optimizer:
         BackendMismatchError
             If the arrays are of several libraries or devices.
         """
-        xp = self._check(grads, state, params)
+        backend = self._check(grads, state, params)
+        xp = backend.namespace()
         widest = widest_dtype(xp, params)
         new_params, new_state = {}, {"step": as_array(_next(state["step"], xp), xp)}
         with np.errstate(all="ignore"):  # as in the operations, inf and NaN give no warning
@@ -84,7 +85,7 @@ class Optimizer:
                 dtype = wide(xp, param.dtype)
                 slots = [state[f"{slot}.{name}"] for slot in self._slots()]
                 arrays = [_as_dtype(dtype, x, xp) for x in (param, grads[name], *slots, *scalars)]
-                theta, *slots = self._rule(*arrays, xp=xp)
+                theta, *slots = self._rule(*arrays, backend=backend)
                 new_params[name] = as_array(_as_dtype(param.dtype, theta, xp), xp)
                 for slot, value in zip(self._slots(), slots, strict=True):
                     new_state[f"{slot}.{name}"] = as_array(value, xp)
@@ -98,12 +99,12 @@ class Optimizer:
         """Return the 0-d arrays that the rule takes at update ``t``, the same for every parameter."""
         return (rate,)
 
-    def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
+    def _rule(self, theta: Array, grad: Array, *rest: Array, backend: Backend) -> tuple[Array, ...]:
         """Return new arrays ``(theta, *slots)`` from ``theta, grad, *slots, *scalars``, all of one dtype."""
         raise NotImplementedError
 
-    def _check(self, grads: Arrays, state: Arrays, params: Arrays) -> Any:
-        """Check that the three dicts fit together; return their namespace."""
+    def _check(self, grads: Arrays, state: Arrays, params: Arrays) -> Backend:
+        """Check that the three dicts fit together; return their backend."""
         _expect_dicts(grads=grads, state=state, params=params)
         _expect_names("grads", grads, params)
         _expect_names("state", state, ["step", *(f"{slot}.{name}" for slot in self._slots() for name in params)])
@@ -120,7 +121,7 @@ class Optimizer:
                 label, x = f"state['{slot}.{name}']", state[f"{slot}.{name}"]
                 expect_shape(label, x, param.shape)
                 expect_dtype(dtype, "the arithmetic's", **{label: x})
-        return xp
+        return backend
 
 
 def set_number(instance: object, argument: str, below: float = math.inf) -> None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..backend import Backend
 from ..errors import ArgumentError
 from ..kernels import Array
 from ._base import Optimizer, Rate, set_number, set_rate
@@ -76,12 +77,12 @@ class SGD(Optimizer):
     def _slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
-    def _rule(self, theta: Array, grad: Array, *rest: Array, xp: Any) -> tuple[Array, ...]:
+    def _rule(self, theta: Array, grad: Array, *rest: Array, backend: Backend) -> tuple[Array, ...]:
         *buffers, rate = rest
         if not buffers and not self.weight_decay:
             return (theta - rate * grad,)
         added = [grad, *buffers, *((theta,) if self.weight_decay else ())]
-        unit = self._unit(added, xp)
+        unit = self._unit(added, backend.namespace())
         grad = grad / unit
         if self.weight_decay:
             grad = grad + theta / unit * self.weight_decay
