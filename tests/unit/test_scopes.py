@@ -111,8 +111,8 @@ def test_tasks_have_scopes_of_their_own():
         assert now() is None
         return counts
 
-    # out, lse and three inputs cross a turn; each task sees its own crossings only
-    assert asyncio.run(main()) == [0, 0, 0, 5, 15, 25]
+    # Each round moves three inputs, out and the pair of row statistics; each task counts its own only.
+    assert asyncio.run(main()) == [0, 0, 0, 6, 18, 30]
 
 
 def test_a_task_starts_with_its_makers_selection():
