@@ -51,7 +51,10 @@ KEPT = {
     18: [(f"{KIT}/test_optim.py", "test_order_and_epsilon_of_adamw")],
     19: [("tests/cli/test_train_data.py", "test_field_case_19_a_resumed_run_goes_on_in_the_same_order")],
     20: [(f"{KIT}/test_caches.py", "test_threads_do_not_meet")],
-    21: [("tests/dispatch/test_threads.py", "test_fork"), ("tests/backends/numpy/test_threads.py", "test_after_a_fork")],
+    21: [
+        ("tests/dispatch/test_threads.py", "test_fork"),
+        ("tests/backends/numpy/test_threads.py", "test_after_a_fork"),
+    ],
     22: [("tests/plugins/test_broken_plugins.py", "test_a_broken_plugin")],
     23: [(f"{KIT}/test_errors.py", "test_read_only_arrays_are_never_written")],
     24: [(HERE, "test_case_24_declared_shapes")],
