@@ -7,6 +7,8 @@ AdditiveAttention. Two things stay Keras's: a kernel that is asked for by
 ``flash_attention=True``, and dropout while training, whose bits are its own.
 """
 
+import contextlib
+
 import numpy as np
 from keras.src import backend, ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -19,7 +21,26 @@ def has_values():
     return not in_symbolic_scope()
 
 
-@route(backend.nn, "dot_product_attention", comparable=has_values, differentiated=3)
+def without_fused_kernels(function):
+    """Call torch's attention as the formula: its fused backward makes weights n_k times too large in rows whose scores
+    are all large, since it keeps the rounded log-sum-exp.
+    """
+
+    def reference(query, key, value, bias=None, mask=None, scale=None, is_causal=False, **others):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # The formula takes neither a mask nor a bias beside is_causal.
+        given = mask is not None or bias is not None
+        with contextlib.nullcontext() if is_causal and given else sdpa_kernel(SDPBackend.MATH):
+            return function(query, key, value, bias, mask, scale, is_causal, **others)
+
+    return reference if backend.backend() == "torch" else function
+
+
+@route(
+    backend.nn, "dot_product_attention", comparable=has_values, differentiated=3,
+    reference=without_fused_kernels(backend.nn.dot_product_attention),
+)  # fmt: skip
 def dot_product_attention(
     query, key, value, bias=None, mask=None, scale=None, is_causal=False, flash_attention=None,
     attn_logits_soft_cap=None,
