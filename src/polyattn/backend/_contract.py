@@ -189,7 +189,10 @@ class Backend:
         return carry, tuple(self.namespace().stack(column) for column in zip(*outputs, strict=True))
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-        """Return the result of one of two functions, chosen by a 0-d boolean array."""
+        """Return the result of one of two functions, chosen by a 0-d boolean array.
+
+        Results are arrays, tuples of them, or None.
+        """
         return if_true() if bool(predicate) else if_false()
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:

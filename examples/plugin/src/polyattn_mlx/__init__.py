@@ -80,7 +80,7 @@ class MlxBackend(Backend):
         try:
             chosen = bool(predicate)
         except ValueError:
-            return tree_map(lambda a, b: mx.where(predicate, a, b), if_true(), if_false())
+            return tree_map(lambda a, b: None if a is None else mx.where(predicate, a, b), if_true(), if_false())
         return if_true() if chosen else if_false()
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
