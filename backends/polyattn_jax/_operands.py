@@ -101,8 +101,8 @@ def mapped_over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def over_more(size: int, is_mapped: list[Any], x: Operands, *more: Array) -> Any:
         def joined(y: Array, has_axis: bool) -> Array:
-            if not has_axis and jnp.ndim(y) == 0:
-                return y
+            if jnp.ndim(y) == has_axis:  # a number, which a condition on mapped values has repeated for each of them
+                return y[0] if has_axis else y
             y = y if has_axis else jnp.broadcast_to(y, (size, *y.shape))
             return y.reshape(-1, *y.shape[2:])
 
