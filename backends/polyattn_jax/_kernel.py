@@ -1,21 +1,21 @@
-"""The compiled kernels: two of our own, for few queries and for many, and the generic kernel for the rest."""
+"""The compiled kernels: ``direct`` for few queries, ``scan`` for many, and the generic kernel for other problems."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Structure, flatten
 
 __all__ = ["DirectKernel", "JitKernel", "ScanKernel"]
 
 LIMIT = 2**29
-"""Positions are int32; sums of three of these still fit."""
+"""Positions are int32 within ±LIMIT; sums of three of them fit."""
 FEW = 16
-"""Rows of a key head whose scores with all keys are few beside the keys."""
+"""The most rows of a key head for which all scores take little memory compared with the keys."""
 
 
 class JitKernel:
@@ -23,7 +23,7 @@ class JitKernel:
 
     name = "jit"
     traced: tuple[str, ...] = ("scale", "softcap")
-    """The numbers of a problem that a compiled function takes as operands: another one compiles nothing."""
+    """The numbers of a problem that are operands of the compiled function: a new value compiles nothing."""
 
     def supports(self, problem: Problem) -> str | None:
         """Support everything."""
@@ -32,8 +32,8 @@ class JitKernel:
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the compiled forward."""
         kernel = self._for(q=q, k=k, v=v)
-        arrays, static = _split(problem, kernel.traced)
-        out, statistics = _compiled(kernel.name, "forward", static)(arrays, q, k, v)
+        arrays, structure = _flat(problem, kernel.traced)
+        out, statistics = _compiled(kernel.name, "forward", structure)(arrays, q, k, v)
         return out, statistics
 
     def backward(
@@ -42,15 +42,15 @@ class JitKernel:
     ) -> AttentionGrads:  # fmt: skip
         """Run the compiled backward."""
         kernel = self._for(q=q, k=k, v=v)
-        arrays, static = _split(problem, kernel.traced)
+        arrays, structure = _flat(problem, kernel.traced)
         operands = (dout, dlse, q, k, v, out, statistics)
-        return AttentionGrads(*_compiled(kernel.name, "backward", static)(arrays, *operands))
+        return AttentionGrads(*_compiled(kernel.name, "backward", structure)(arrays, *operands))
 
     def _for(self, **arrays: Array) -> JitKernel:
-        """Return the kernel for where the arrays lie: over several devices the generic one.
+        """Return the kernel for these arrays: the generic one if they are sharded over several devices.
 
-        XLA divides its batch and head axes among them. The others loop over these, so that XLA would bring the
-        whole to each device.
+        XLA partitions the batch and head axes of the generic kernel. The other kernels loop over these axes, so XLA
+        would gather the whole arrays on each device.
         """
         from ._placed import spread
 
@@ -58,13 +58,13 @@ class JitKernel:
 
 
 class ScanKernel(JitKernel):
-    """Two compiled functions of JAX's own (``_scan.py``), for problems without a bias and without dropout."""
+    """Two compiled functions written for JAX (``_scan.py``), for problems without bias and dropout."""
 
     name = "scan"
     traced = ("scale", "softcap", "q_offset", "key_lengths")
 
     def supports(self, problem: Problem) -> str | None:
-        """Leave to the generic kernel what has a gradient or random bits for each pair of a query and a key."""
+        """Refuse bias, structured masks and dropout."""
         if problem.bias is not None:
             return "it has a bias, whose gradient the scan does not compute"
         if problem.structured:
@@ -75,38 +75,40 @@ class ScanKernel(JitKernel):
 
 
 class DirectKernel(ScanKernel):
-    """The scan's problems where queries are few, as when decoding (``_direct.py``); the backward is the scan's."""
+    """The problems of the scan with few queries, as in decoding (``_direct.py``); the backward is that of the scan."""
 
     name = "direct"
 
     def supports(self, problem: Problem) -> str | None:
-        """Leave many queries to the scan."""
+        """Refuse many queries, which the scan computes."""
         sizes = problem.sizes
-        if sizes.n_q * (sizes.heads // max(sizes.kv_heads, 1)) > FEW:  # there may be no head at all
+        if sizes.n_q * (sizes.heads // max(sizes.kv_heads, 1)) > FEW:  # kv_heads may be 0
             return f"it is for at most {FEW} queries of a key head, each query head's counted"
         return super().supports(problem)
 
 
-def _split(problem: Problem, traced: tuple[str, ...]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-    """Return a problem's operands by name, and everything else as something that can be looked up."""
-    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
+def _flat(problem: Problem, traced: tuple[str, ...]) -> tuple[tuple[Array, ...], Structure]:
+    """Return the arrays of a problem, and its structure, which is the key of the compiled function."""
+    values: dict[str, Any] = {name: getattr(problem, name) for name in traced}
     if problem.reach == (None, None) and not problem.structured:
-        values["q_offset"] = 0  # nothing looks at it
-    if isinstance(problem.seed, int) and -(2**31) <= problem.seed < 2**31:  # a new one at each step compiles nothing
+        values["q_offset"] = 0  # unused
+    if isinstance(problem.seed, int) and -(2**31) <= problem.seed < 2**31:  # an operand: a new seed compiles nothing
         values["seed"] = np.asarray(problem.seed, dtype=np.int32)
     for name in traced:
-        if isinstance(values[name], int) and abs(values[name]) <= LIMIT:
-            values[name] = np.asarray(values[name], dtype=np.int32)
-    arrays = {name: x for name, x in values.items() if hasattr(x, "shape") or (name in traced and isinstance(x, float))}
-    return arrays, tuple((name, x) for name, x in values.items() if name not in arrays)
+        x = values[name]
+        if isinstance(x, float):
+            values[name] = np.asarray(x, dtype="float64" if problem.dtype == "float64" else "float32")
+        elif isinstance(x, int) and abs(x) <= LIMIT:
+            values[name] = np.asarray(x, dtype=np.int32)
+    return flatten(replace(problem, **values))
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(kernel: str, direction: str, static: tuple[tuple[str, Any], ...]) -> Any:
+def _compiled(kernel: str, direction: str, structure: Structure) -> Any:
     import jax
 
     from . import _direct, _scan
     from ._passes import GENERIC, Passes
 
     own = {DirectKernel.name: _direct, ScanKernel.name: _scan}
-    return jax.jit(getattr(Passes(own.get(kernel, GENERIC), static), direction))
+    return jax.jit(getattr(Passes(own.get(kernel, GENERIC), structure), direction))

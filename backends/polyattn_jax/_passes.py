@@ -1,9 +1,9 @@
-"""A kernel's forward and backward as JAX differentiates them.
+"""The forward and backward of a kernel with their derivatives for JAX.
 
-The backward is linear in dout and dlse, and its transpose is the forward's tangents, which are written by hand as it
-is (``polyattn.backend.attention_tangents``). JAX goes through either in both directions, and keeps no scores. Only a
-second derivative taken in reverse, of the backward itself, goes through the generic kernel as JAX differentiates it.
-Of the row statistics only the sum, the log-sum-exp, has derivatives: they stand at the second of the two, and the
+The backward is linear in dout and dlse. Its transpose computes the tangents of the forward, and both are written by
+hand (``polyattn.backend.attention_tangents``). So JAX differentiates both in both modes and stores no scores. Only
+for a reverse-mode derivative of the backward with respect to its residuals, JAX differentiates the generic kernel.
+Only the sum of the two row statistics, the log-sum-exp, has derivatives: they are assigned to the second one, and the
 largest score counts as a constant.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from polyattn.backend import Array, Problem, RowStatistics, Tangents, TiledKernel, attention_tangents
+from polyattn.backend import Array, Problem, RowStatistics, Structure, Tangents, TiledKernel, attention_tangents
 
 from ._differentiable import moving
 from ._linear import Linear, linear
@@ -23,27 +23,29 @@ from ._linear import Linear, linear
 __all__ = ["Passes"]
 
 GENERIC: Any = TiledKernel()
-Inputs = tuple[dict[str, Any], Array, Array, Array, Array, RowStatistics]
-"""The arrays of the problem by their names, q, k, v, out and the row statistics."""
+Arrays = tuple[Any, ...]
+"""The arrays of a flattened problem."""
+Inputs = tuple[Arrays, Array, Array, Array, Array, RowStatistics]
+"""The arrays of the problem, q, k, v, out and the row statistics."""
 
 
 class Passes:
-    """Both passes of a kernel, which is an object or a module, for the problems that share what is static of them."""
+    """Forward and backward of a kernel, which is an object or a module, for problems of one structure."""
 
-    def __init__(self, kernel: Any, static: tuple[tuple[str, Any], ...]) -> None:
-        self._kernel, self._static = kernel, dict(static)
+    def __init__(self, kernel: Any, structure: Structure) -> None:
+        self._kernel, self._structure = kernel, structure
 
-    def forward(self, arrays: dict[str, Any], q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
-        """Return ``(out, statistics)``; ``arrays`` are those of the problem by their names."""
+    def forward(self, arrays: Arrays, q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
+        """Return ``(out, statistics)``; ``arrays`` holds the arrays of the problem."""
 
         @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
-        def run(arrays: dict[str, Any], q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
+        def run(arrays: Arrays, q: Array, k: Array, v: Array) -> tuple[Array, RowStatistics]:
             out, statistics = self._kernel.forward(q, k, v, self._problem(arrays))
             return out, statistics
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             out, statistics = self.forward(*primals)
-            out_dot, lse_dot = self._tangents((*primals, out, statistics), moving(_by_name(*tangents)))
+            out_dot, lse_dot = self._tangents((*primals, out, statistics), moving(self._by_name(*tangents)))
             moved = RowStatistics(jnp.zeros_like(statistics.largest), lse_dot)
             return (out, statistics), (out_dot, moved)
 
@@ -52,7 +54,7 @@ class Passes:
         return out, statistics
 
     def backward(
-        self, arrays: dict[str, Any], dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
+        self, arrays: Arrays, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array,
         statistics: RowStatistics,
     ) -> tuple[Array | None, ...]:  # fmt: skip
         """Return the gradients of q, k, v, bias and sinks."""
@@ -60,7 +62,7 @@ class Passes:
         return tuple(grads.get(name) for name in Tangents._fields)
 
     def _tangents(self, inputs: Inputs, moved: dict[str, Array]) -> tuple[Array, Array]:
-        """Return the tangents of out and lse, linear in ``moved``."""
+        """Return the tangents of out and lse, linear in the tangents ``moved``."""
         names = tuple(moved)
         residuals, tree = jax.tree.flatten(inputs)
 
@@ -84,7 +86,7 @@ class Passes:
     def _gradients(self, inputs: Inputs, dout: Array, dlse: Array | None) -> dict[str, Array]:
         """Return the gradients by name, linear in dout and dlse."""
         residuals, tree = jax.tree.flatten(inputs)
-        like = {name: x for name, x in _by_name(*inputs[:4]).items() if x is not None}
+        like = {name: x for name, x in self._by_name(*inputs[:4]).items() if x is not None}
         names, upstream = tuple(like), (dout,) if dlse is None else (dout, dlse)
         given = len(upstream)
 
@@ -100,26 +102,26 @@ class Passes:
         grads = linear(Linear(apply, transpose), residuals, upstream, tuple(like.values()))
         return dict(zip(names, grads, strict=True))
 
-    def _run_backward(self, arrays: dict[str, Any], *operands: Array | None) -> Any:
-        def generic(arrays: dict[str, Any], *operands: Array | None) -> Any:
+    def _run_backward(self, arrays: Arrays, *operands: Array | None) -> Any:
+        def generic(arrays: Arrays, *operands: Array | None) -> Any:
             return GENERIC.backward(*operands, self._problem(arrays))
 
         if isinstance(self._kernel, TiledKernel):
             return generic(arrays, *operands)
 
         @jax.custom_jvp  # type: ignore[untyped-decorator]
-        def run(arrays: dict[str, Any], *operands: Array | None) -> Any:
+        def run(arrays: Arrays, *operands: Array | None) -> Any:
             return self._kernel.backward(*operands, self._problem(arrays))
 
-        # JAX does not differentiate a loop of computed length in reverse.
+        # JAX has no reverse mode for a loop with a computed length.
         run.defjvp(lambda primals, tangents: jax.jvp(generic, primals, tangents))
         return run(arrays, *operands)
 
-    def _problem(self, arrays: dict[str, Any]) -> Problem:
-        return Problem(**self._static, **arrays)
+    def _problem(self, arrays: Arrays) -> Problem:
+        problem: Problem = self._structure.build(arrays)
+        return problem
 
-
-def _by_name(arrays: dict[str, Any], q: Any, k: Any, v: Any) -> dict[str, Any]:
-    """Return what has a gradient, or what belongs to it; of a bias with structure that is its table."""
-    bias = arrays["table"] if "table" in arrays else arrays.get("bias")
-    return dict(zip(Tangents._fields, (q, k, v, bias, arrays.get("sinks")), strict=True))
+    def _by_name(self, arrays: Arrays, q: Any, k: Any, v: Any) -> dict[str, Any]:
+        """Return the inputs with a gradient, or their tangents, by name; for a structured bias, its table."""
+        problem = self._problem(arrays)
+        return dict(zip(Tangents._fields, (q, k, v, problem.bias_array, problem.sinks), strict=True))

@@ -107,6 +107,7 @@ class Problem(Record):
 
     ARRAYS: ClassVar[tuple[str, ...]] = (
         "q_offset", "key_lengths", "seed", "mask", "bias", "sinks", "q_segments", "k_segments", "origin", "table",
+        "scale", "softcap",
     )  # fmt: skip
 
     @property
