@@ -87,10 +87,10 @@ def is_moderate(q: Array, k: Array, scale: Any, largest: Array) -> Array:
 
 
 def log2_magnitude(x: Array, axes: tuple[int, ...]) -> Array:
-    """Return log2 of the largest absolute value: 0 if all are 0, the dtype's largest exponent if it is not finite."""
-    largest = wide(jnp.maximum(jnp.max(x, axis=axes), -jnp.min(x, axis=axes)))  # XLA would store abs(x)
-    finite = jnp.isfinite(largest)
-    return jnp.where(finite, jnp.log2(jnp.where(finite & (largest > 0), largest, 1)), jnp.finfo(largest.dtype).maxexp)
+    """Return log2 of the largest finite absolute value, 0 if there is none: excluded entries may be NaN."""
+    x = _finite(x)
+    largest = jnp.maximum(jnp.max(x, axis=axes), -jnp.min(x, axis=axes))  # XLA would store abs(x)
+    return jnp.log2(jnp.where(largest > 0, largest, 1))
 
 
 def _finite(x: Array) -> Array:
