@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jax import lax
 from jax import numpy as jnp
 
 from polyattn.backend import Array
@@ -87,9 +88,16 @@ def is_moderate(q: Array, k: Array, scale: Any, largest: Array) -> Array:
 
 
 def log2_magnitude(x: Array, axes: tuple[int, ...]) -> Array:
-    """Return log2 of the largest finite absolute value, 0 if there is none: excluded entries may be NaN."""
-    x = _finite(x)
-    largest = jnp.maximum(jnp.max(x, axis=axes), -jnp.min(x, axis=axes))  # XLA would store abs(x)
+    """Return log2 of the largest finite absolute value, 0 if there is none: excluded entries may be NaN or infinite.
+
+    A unit of such an entry would make the finite scores underflow.
+    """
+    x = wide(x)
+
+    def larger(a: Array, b: Array) -> Array:
+        return jnp.maximum(*(jnp.where(jnp.isfinite(y), jnp.abs(y), 0) for y in (a, b)))
+
+    largest = lax.reduce(x, jnp.zeros((), x.dtype), larger, axes)  # XLA would store the arguments of jnp.max
     return jnp.log2(jnp.where(largest > 0, largest, 1))
 
 

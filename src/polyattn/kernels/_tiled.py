@@ -167,7 +167,7 @@ def tiled_gradients(
         dk, dv = (add_at(part, dx, grad, (tile.key, None)) for dx, grad in ((dk, grads[1]), (dv, grads[2])))
         if dbias is not None:
             where = (tile.query, tile.key) if problem.table is None else (None, None)
-            dbias = add_at(part, dbias, widen(xp, grads[3]), where)
+            dbias = add_at(part, dbias, cast(xp, grads[3], dbias.dtype), where)  # a float32 total of a float16 bias
         return dq, dk, dv, dbias
 
     dq, dk, dv, dbias = over_tiles(problem, body, totals)
