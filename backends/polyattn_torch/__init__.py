@@ -127,22 +127,22 @@ class TorchBackend(Backend):
     def state(self, x: Array) -> ArrayState:
         """Declare tensors of autograd, torch.func and torch.compile captive, and nested and sparse ones unusable."""
         import torch
-        from torch._C import _functorch
 
         if torch.compiler.is_compiling():  # compiled backward graphs may read neither layout nor requires_grad
             return TRACED
         unusable = captive = None
+        functorch = torch._C._functorch
         if x.is_nested:
             unusable = "is nested (pad it, and give the lengths)"
         elif x.layout is not torch.strided:
             unusable = "is sparse (to_dense() makes an array of it)"
-        traced = _functorch.is_functorch_wrapped_tensor(x) or hasattr(x, "fake_mode")
+        traced = functorch.is_functorch_wrapped_tensor(x) or hasattr(x, "fake_mode")
         if x.requires_grad:
             captive = "requires gradients (detach() it if they are not wanted)"
         elif traced:
             captive = TRACED.captive
         # Inside a transform the memory of a plain tensor is not readable either.
-        readable = x.device.type == "cpu" and not traced and _functorch.maybe_current_level() is None
+        readable = x.is_cpu and not traced and functorch.maybe_current_level() is None
         return ArrayState(unusable, captive, readable) if unusable or captive or not readable else READY
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
