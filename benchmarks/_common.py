@@ -11,7 +11,8 @@ from polyattn.bench import parse_shape
 SHAPES = tuple(map(parse_shape, ("1,8,2048,64", "4,8,512,64", "1,8,4096,64", "1,8,2048,128", "8,12,128,64")))
 LONG = tuple(shape for shape in SHAPES if shape.n_k >= 2048)
 LAYERS = tuple(map(parse_shape, ("1,8,2048,64", "4,8,512,64", "8,8,128,64")))  # d_model 512, 8 heads
-DECODE, TINY = parse_shape("1,8,1:4096,64"), parse_shape("1,1,4,8")
+DECODE = tuple(map(parse_shape, ("1,8,1:4096,64", "8,8,1:4096,64")))
+TINY = parse_shape("1,1,4,8")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

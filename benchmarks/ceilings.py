@@ -79,7 +79,7 @@ def main() -> int:
     print(f"{'':32} {'peer':>9} {'polyattn':>9} {'products':>9}   reached  ceiling  GFLOP/s of the products")
     for shape in LONG:
         print(line(Case("attention", "both", shape), "plain-numpy"), flush=True)
-    print(line(Case("attention", "forward", DECODE), "torch-sdpa"))
+    print(line(Case("attention", "forward", DECODE[0]), "torch-sdpa"))
     return 0
 
 

@@ -63,7 +63,7 @@ def parts() -> dict[str, Callable[[], Any]]:
             for causal in (False, True):
                 name = f"attention-{backend}-{what}{'-causal' if causal else ''}"
                 found[name] = partial(compared, "attention", backend, (what,), causal, SHAPES)
-        found[f"small-{backend}"] = partial(compared, "attention", backend, TASKS["attention"], False, (DECODE, TINY))
+        found[f"small-{backend}"] = partial(compared, "attention", backend, TASKS["attention"], False, (*DECODE, TINY))
         for task in ("layer", "train"):
             found[f"{task}-{backend}"] = partial(compared, task, backend, TASKS[task], False, LAYERS)
     return found | {"memory-ours": memory_of_ours, "memory-all": memory_of_all}
