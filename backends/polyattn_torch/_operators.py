@@ -78,7 +78,7 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
 
 def problem_of(q: Array, k: Array, v: Array, *given: Any) -> Problem:
     """Reverse :func:`arguments`: return the problem."""
-    tensors, numbers = taken_apart(given)
+    tensors, numbers = by_name(given)
     mask, bias = structure_of(numbers.masking), structure_of(numbers.biasing)
     either = {
         name: getattr(tensors, name) if (number := getattr(numbers, name)) is None else number
@@ -92,7 +92,7 @@ def problem_of(q: Array, k: Array, v: Array, *given: Any) -> Problem:
     )  # fmt: skip
 
 
-def taken_apart(given: Sequence[Any]) -> tuple[Tensors, Numbers]:
+def by_name(given: Sequence[Any]) -> tuple[Tensors, Numbers]:
     """Return the arguments of an operator by name."""
     count = len(Tensors._fields)
     return Tensors(*given[:count]), Numbers(*given[count:])
@@ -144,7 +144,7 @@ def _backward_outline(
     dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any
 ) -> Any:
     *arguments, _ = given
-    tensors, _ = taken_apart(arguments)
+    tensors, _ = by_name(arguments)
     like = (q, k, v, tensors.bias if tensors.table is None else tensors.table, tensors.sinks)
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
@@ -152,7 +152,7 @@ def _backward_outline(
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     q, k, v, *arguments, ctx.kernel = inputs
-    tensors, ctx.numbers = taken_apart(arguments)
+    tensors, ctx.numbers = by_name(arguments)
     ctx.save_for_backward(*output, q, k, v, *tensors)
 
 
