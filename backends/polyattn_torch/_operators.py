@@ -116,7 +116,7 @@ def _forward(q: Array, k: Array, v: Array, *given: Any) -> Any:
     return tuple(x.contiguous() for x in (out, *statistics))
 
 
-@torch.library.custom_op(  # type: ignore[untyped-decorator]
+@torch.library.custom_op(  # type: ignore[untyped-decorator]  # as above
     "polyattn::attention_backward", mutates_args=(),
     schema="(Tensor dout, Tensor? dlse, Tensor out, Tensor largest, Tensor log_total, Tensor q, Tensor k, Tensor v, "
     f"{SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
@@ -131,7 +131,7 @@ def _backward(
     return tuple(q.new_empty(0) if dx is None else dx.contiguous() for dx in grads)
 
 
-@_forward.register_fake  # type: ignore[untyped-decorator]
+@_forward.register_fake  # type: ignore[untyped-decorator]  # as above
 def _forward_outline(q: Array, k: Array, v: Array, *given: Any) -> Any:
     sizes = sizes_of(q, k, v)
     rows = (*sizes.batch, sizes.heads, sizes.n_q)
@@ -139,7 +139,7 @@ def _forward_outline(q: Array, k: Array, v: Array, *given: Any) -> Any:
     return q.new_empty((*rows, sizes.d_v)), q.new_empty(rows, dtype=dtype), q.new_empty(rows, dtype=dtype)
 
 
-@_backward.register_fake  # type: ignore[untyped-decorator]
+@_backward.register_fake  # type: ignore[untyped-decorator]  # as above
 def _backward_outline(
     dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any
 ) -> Any:
