@@ -132,7 +132,7 @@ class JaxBackend(Backend):
         jax = _jax()
         from ._placed import settled
 
-        return jax.lax.scan(body, settled(body, carry), jax.numpy.arange(length))  # type: ignore[no-any-return]
+        return jax.lax.scan(body, settled(body, carry), jax.numpy.arange(length))  # type: ignore[no-any-return]  # JAX is Any to the type checker
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         """Branch with ``lax.cond`` where the predicate is traced."""

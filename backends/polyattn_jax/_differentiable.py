@@ -40,7 +40,7 @@ def differentiable(
         return y, tangent[0]
 
     op.defjvp(jvp, symbolic_zeros=True)
-    return op  # type: ignore[no-any-return]
+    return op  # type: ignore[no-any-return]  # JAX is Any to the type checker
 
 
 def _evaluated(forward: Callable[..., Any], primals: Sequence[Array | None]) -> Any:

@@ -36,7 +36,7 @@ def _forward(x: Operands) -> tuple[Array, Array, Array]:
     before the products, as the scan does, would take as long as the products.
     """
     *results, fits = _ordinary(x)
-    return branched(fits, lambda: tuple(results), lambda: scan_forward(x))  # type: ignore[no-any-return]
+    return branched(fits, lambda: tuple(results), lambda: scan_forward(x))  # type: ignore[no-any-return]  # JAX is Any to the type checker
 
 
 def _ordinary(x: Operands) -> tuple[Array, ...]:

@@ -109,7 +109,7 @@ class Passes:
         if isinstance(self._kernel, TiledKernel):
             return generic(arrays, *operands)
 
-        @jax.custom_jvp  # type: ignore[untyped-decorator]
+        @jax.custom_jvp  # type: ignore[untyped-decorator]  # JAX is Any to the type checker
         def run(arrays: Arrays, *operands: Array | None) -> Any:
             return self._kernel.backward(*operands, self._problem(arrays))
 

@@ -56,7 +56,7 @@ def backward(
         return *(wide(y).reshape(rows) for y in statistics), mean
 
     def own() -> tuple[Array, Array, Array]:
-        return _statistics(x, dout)  # type: ignore[no-any-return]
+        return _statistics(x, dout)  # type: ignore[no-any-return]  # JAX is Any to the type checker
 
     largest, log_total, mean = branched(is_moderate(q, k, problem.scale, statistics.largest), given, own)
     log_total = jnp.where(log_total == -jnp.inf, 0, log_total)
@@ -130,7 +130,7 @@ def _sums(tile: QueryTile, features: int, add: Callable[[Array, Any, Allowed], A
         out, total = out * rescale + add(weights, j, allowed), total * rescale[..., 0] + jnp.sum(weights, axis=-1)
         return out, total, largest, some
 
-    return tile.over_keys(body, _no_keys(tile, q, up, features))  # type: ignore[no-any-return]
+    return tile.over_keys(body, _no_keys(tile, q, up, features))  # type: ignore[no-any-return]  # JAX is Any to the type checker
 
 
 def _no_keys(tile: QueryTile, q: Array, up: Any, features: int) -> tuple[Array, Array, Array, Array]:

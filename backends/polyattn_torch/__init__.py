@@ -76,7 +76,7 @@ class TorchBackend(Backend):
             tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(x)
         else:
             if any(step < 0 for step in getattr(x, "strides", None) or ()):  # torch aborts the process on these
-                x = x.copy()  # type: ignore[attr-defined]
+                x = x.copy()  # type: ignore[attr-defined]  # CuPy's
             tensor = torch.from_dlpack(x)
         target = tensor.device if device is None else torch.device(device)
         if tensor.is_meta and target != tensor.device:

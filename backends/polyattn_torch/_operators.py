@@ -78,7 +78,7 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
 
 def problem_of(q: Array, k: Array, v: Array, *given: Any) -> Problem:
     """Reverse :func:`arguments`: return the problem."""
-    tensors, numbers = taken_apart(given)
+    tensors, numbers = by_name(given)
     mask, bias = structure_of(numbers.masking), structure_of(numbers.biasing)
     either = {
         name: getattr(tensors, name) if (number := getattr(numbers, name)) is None else number
@@ -92,7 +92,7 @@ def problem_of(q: Array, k: Array, v: Array, *given: Any) -> Problem:
     )  # fmt: skip
 
 
-def taken_apart(given: Sequence[Any]) -> tuple[Tensors, Numbers]:
+def by_name(given: Sequence[Any]) -> tuple[Tensors, Numbers]:
     """Return the arguments of an operator by name."""
     count = len(Tensors._fields)
     return Tensors(*given[:count]), Numbers(*given[count:])
@@ -116,7 +116,7 @@ def _forward(q: Array, k: Array, v: Array, *given: Any) -> Any:
     return tuple(x.contiguous() for x in (out, *statistics))
 
 
-@torch.library.custom_op(  # type: ignore[untyped-decorator]
+@torch.library.custom_op(  # type: ignore[untyped-decorator]  # as above
     "polyattn::attention_backward", mutates_args=(),
     schema="(Tensor dout, Tensor? dlse, Tensor out, Tensor largest, Tensor log_total, Tensor q, Tensor k, Tensor v, "
     f"{SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
@@ -131,7 +131,7 @@ def _backward(
     return tuple(q.new_empty(0) if dx is None else dx.contiguous() for dx in grads)
 
 
-@_forward.register_fake  # type: ignore[untyped-decorator]
+@_forward.register_fake  # type: ignore[untyped-decorator]  # as above
 def _forward_outline(q: Array, k: Array, v: Array, *given: Any) -> Any:
     sizes = sizes_of(q, k, v)
     rows = (*sizes.batch, sizes.heads, sizes.n_q)
@@ -139,12 +139,12 @@ def _forward_outline(q: Array, k: Array, v: Array, *given: Any) -> Any:
     return q.new_empty((*rows, sizes.d_v)), q.new_empty(rows, dtype=dtype), q.new_empty(rows, dtype=dtype)
 
 
-@_backward.register_fake  # type: ignore[untyped-decorator]
+@_backward.register_fake  # type: ignore[untyped-decorator]  # as above
 def _backward_outline(
     dout: Array, dlse: Any, out: Array, largest: Array, log_total: Array, q: Array, k: Array, v: Array, *given: Any
 ) -> Any:
     *arguments, _ = given
-    tensors, _ = taken_apart(arguments)
+    tensors, _ = by_name(arguments)
     like = (q, k, v, tensors.bias if tensors.table is None else tensors.table, tensors.sinks)
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
@@ -152,7 +152,7 @@ def _backward_outline(
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     q, k, v, *arguments, ctx.kernel = inputs
-    tensors, ctx.numbers = taken_apart(arguments)
+    tensors, ctx.numbers = by_name(arguments)
     ctx.save_for_backward(*output, q, k, v, *tensors)
 
 

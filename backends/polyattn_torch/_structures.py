@@ -38,4 +38,4 @@ def _built(node: Any) -> Any:
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
     kinds = {kind.__name__: kind for base in KINDS for kind in base.__subclasses__()}
-    return kinds[node.func.id](**{str(field.arg): _built(field.value) for field in node.keywords})  # type: ignore[attr-defined]
+    return kinds[ast.unparse(node.func)](**{str(field.arg): _built(field.value) for field in node.keywords})

@@ -124,7 +124,7 @@ def selected(backend: str | None = None, device: str | None = None) -> Selection
     scopes = _scopes.get()
     if scopes or _default.selection:
         return scopes[-1] if scopes else _default.selection
-    return _from_environment() if BACKEND_VARIABLE in os.environ or DEVICE_VARIABLE in os.environ else None
+    return _from_environment()
 
 
 def _checked(name: str, device: str | None, source: str) -> Selection:

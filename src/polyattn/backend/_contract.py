@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from ..errors import DTypeError
 from ..kernels import Array, Kernel
 
 __all__ = ["API_VERSION", "READY", "ArrayState", "Backend", "Status"]
+
+Result = TypeVar("Result")
 
 API_VERSION = 2
 """The version of this contract. A plugin of another version is reported as broken, with the changes to make."""
@@ -188,7 +190,7 @@ class Backend:
             outputs.append(output)
         return carry, tuple(self.namespace().stack(column) for column in zip(*outputs, strict=True))
 
-    def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+    def cond(self, predicate: Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
         """Return the result of one of two functions, chosen by a 0-d boolean array.
 
         Results are arrays, tuples of them, or None.

@@ -79,7 +79,7 @@ def backward(backend: Backend, dweights: Array, saved: Saved) -> AttentionGrads:
 
     grads = backend.cond(fits(q_, k_, None, problem), lambda: found(None), lambda: found(row_units(q_, k_, problem)))
     dq, dk = (xp.reshape(dx, x.shape) for dx, x in ((grads.q, saved.q), (grads.k, saved.k)))
-    return grads._replace(q=dq, k=dk)  # type: ignore[no-any-return]
+    return grads._replace(q=dq, k=dk)
 
 
 def _weights(x: Scores, problem: Problem) -> tuple[Array, Rows]:

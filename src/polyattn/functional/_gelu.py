@@ -11,7 +11,7 @@ from ..kernels._static import constant
 from ._checks import expect_floating
 from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._erfc import normal_tail
-from ._silu import Activation, Sigmoid, activation_backward, activation_forward
+from ._silu import Activation, SigmoidUnit, activation_backward, activation_forward
 
 __all__ = ["GeluGrads", "gelu", "gelu_backward", "gelu_forward"]
 
@@ -67,23 +67,17 @@ class Gelu:
         return self.positive + (1 - self.positive * (1 + self.bell_root * self.bell_root)) * below
 
 
-class GeluTanh:
+class GeluTanh(SigmoidUnit):
     """x · (1 + tanh(u)) / 2 = x · σ(2u) with u = √(2 / π) · (x + 0.044715 x³): 1 + tanh(u) itself cancels for x < 0."""
 
     def __init__(self, xp: Any, x: Array) -> None:
-        self.x, self.near = x, xp.clip(x, -FAR(), FAR())  # the cube of near stays finite
+        self.near = xp.clip(x, -FAR(), FAR())  # its cube stays finite
         self.cubic = self.near * self.near * (2 * ROOT() * CUBIC())
-        self.sigmoid = Sigmoid(xp, self.near * (self.cubic + 2 * ROOT()))  # of 2u
-        self.decay, self.root = self.sigmoid.decay, self.sigmoid.root
+        super().__init__(xp, x, self.near * (self.cubic + 2 * ROOT()))
 
-    def factor(self) -> Array:
-        """Return x · σ(2u) / decay."""
-        return self.x * self.decay / self.sigmoid.total
-
-    def slope(self) -> Array:
-        """Return the derivative σ(2u) · (1 + x · 2u′ · (1 − σ(2u))), divided by decay²."""
-        xdu = self.near * (3 * self.cubic + 2 * ROOT())  # x · 2u′
-        return (1 + xdu * (self.sigmoid.rest / self.sigmoid.total)) / self.sigmoid.total
+    def xdz(self) -> Array:
+        """Return x · 2u′."""
+        return self.near * (3 * self.cubic + 2 * ROOT())
 
 
 GELU: dict[str, type[Activation]] = {"none": Gelu, "tanh": GeluTanh}

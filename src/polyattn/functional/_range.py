@@ -89,6 +89,12 @@ def within(xp: Any, x: Array, low: float, high: float) -> bool:
     return 0 in x.shape or (bool(xp.greater_equal(xp.min(x), low)) and bool(xp.less_equal(xp.max(x), high)))
 
 
+def stands(backend: Backend, y: Array) -> bool:
+    """Return whether a plain result is the final one: its sum is finite, or its values cannot be read."""
+    xp = backend.namespace()
+    return not backend.state(y).readable or bool(xp.isfinite(xp.sum(y)))
+
+
 def shrink(x: Array) -> float:
     """Return a power of two by which two factors are scaled so that no sum of many products of them overflows."""
     return 2.0 ** (-5 * step(x))
@@ -100,6 +106,6 @@ def apply_linear(backend: Backend, function: Callable[[Array], Array], x: Array)
     A trace computes it once: a choice by its values would not be linear, and JAX transposes backwards.
     """
     xp, y = backend.namespace(), function(x)
-    if not backend.state(y).readable or bool(xp.isfinite(xp.sum(y))):
+    if stands(backend, y):
         return y
     return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))

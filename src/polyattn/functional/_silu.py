@@ -89,20 +89,35 @@ class Sigmoid:
         self.total = self.decay * self.decay + self.rest  # one term is 1, both are positive: no cancellation
 
 
-class Silu:
-    """x · σ(x), whose derivative is σ(x) · (1 + x · (1 − σ(x)))."""
+class SigmoidUnit:
+    """x · σ(z), z a function of x, whose derivative is σ(z) · (1 + x · z′ · (1 − σ(z)))."""
 
-    def __init__(self, xp: Any, x: Array) -> None:
-        self.x, self.sigmoid = x, Sigmoid(xp, x)
+    def __init__(self, xp: Any, x: Array, z: Array) -> None:
+        self.x, self.sigmoid = x, Sigmoid(xp, z)
         self.decay, self.root = self.sigmoid.decay, self.sigmoid.root
 
+    def xdz(self) -> Array:
+        """Return x · z′."""
+        raise NotImplementedError
+
     def factor(self) -> Array:
-        """Return x · σ(x) / decay."""
+        """Return x · σ(z) / decay."""
         return self.x * self.decay / self.sigmoid.total
 
     def slope(self) -> Array:
         """Return the derivative divided by decay²."""
-        return (1 + self.x * (self.sigmoid.rest / self.sigmoid.total)) / self.sigmoid.total
+        return (1 + self.xdz() * (self.sigmoid.rest / self.sigmoid.total)) / self.sigmoid.total
+
+
+class Silu(SigmoidUnit):
+    """x · σ(x)."""
+
+    def __init__(self, xp: Any, x: Array) -> None:
+        super().__init__(xp, x, x)
+
+    def xdz(self) -> Array:
+        """Return x."""
+        return self.x
 
 
 OPERATION = Operation("silu", forward, backward)

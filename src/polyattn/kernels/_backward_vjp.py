@@ -72,7 +72,7 @@ def backward_vjp(
 
     if problem.sizes.empty:
         return function(out, rows_of(problem, statistics))
-    return in_own_units(function, q, k, v, out, statistics, problem)  # type: ignore[no-any-return]
+    return in_own_units(function, q, k, v, out, statistics, problem)
 
 
 def vjp_of_rows(

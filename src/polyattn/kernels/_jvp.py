@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ._arrays import Array, cast, dtype_name, wide, widen
 from ._dropout import keep_mask
@@ -29,6 +29,8 @@ from ._problem import Problem, RowStatistics
 from ._structure import StructuredBias, bias_pairs
 from ._tiled import Loop, Tile, add_at, cut, over_tiles, part_of, rows_at, tiled_sums
 from ._units import is_moderate, row_units
+
+Result = TypeVar("Result")
 
 
 class Tangents(NamedTuple):
@@ -80,13 +82,13 @@ def jvp(
     def function(out: Array, rows: Rows) -> Results:
         return jvp_of_rows(q, k, v, tangents, out, rows, problem)
 
-    return in_own_units(function, q, k, v, out, statistics, problem)  # type: ignore[no-any-return]
+    return in_own_units(function, q, k, v, out, statistics, problem)
 
 
 def in_own_units(
-    function: Callable[[Array, Rows], Any], q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+    function: Callable[[Array, Rows], Result], q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
     problem: Problem,
-) -> Any:  # fmt: skip
+) -> Result:  # fmt: skip
     """Return ``function(out, rows)``, with out and the row statistics computed again where scores are large.
 
     Two kernels round a large score differently, and exp makes the difference a factor of every weight of a row.
@@ -94,7 +96,7 @@ def in_own_units(
     xp = problem.xp
     q_, k_, v_ = (widen(xp, x) for x in (q, k, v))
 
-    def careful() -> Any:
+    def careful() -> Result:
         units = row_units(q_, k_, problem)
         sums = tiled_sums(q, k, v, problem, units)
         largest, log_total = (xp.squeeze(x, axis=-1) for x in (sums.largest, xp.log(sums.total)))
@@ -102,7 +104,7 @@ def in_own_units(
         return function(sums.out / nonzero(xp, sums.total), rows)
 
     moderate = is_moderate(q_, k_, v_, statistics, problem)
-    return problem.backend.cond(moderate, lambda: function(out, rows_of(problem, statistics)), careful)
+    return problem.backend.cond(moderate, lambda: function(out, rows_of(problem, statistics)), careful)  # type: ignore[no-any-return]  # a backend is Any here
 
 
 def rows_of(problem: Problem, statistics: RowStatistics) -> Rows:

@@ -18,7 +18,7 @@ def constant_result(function: Function) -> Function:
     Its arguments must be constants too; :func:`concrete` makes numbers constant. Same as
     ``torch.compiler.assume_constant_result``, without the import of torch.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of torch
     return function
 
 

@@ -190,7 +190,7 @@ def _read(reading: Reading) -> tuple[Array, RowStatistics]:
         out, statistics = finished(xp, over_groups(few, of_pages, d_v, units), units)
         return cast(xp, multiplied(out, unit), x["q"].dtype), statistics
 
-    return backend.cond(fits(q, k, v, problem), ordinary, careful)  # type: ignore[no-any-return]
+    return backend.cond(fits(q, k, v, problem), ordinary, careful)
 
 
 def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: int, units: Units | None) -> Sums:
@@ -276,7 +276,7 @@ def backward(backend: Backend, dout: Array, saved: Saved) -> AttentionGrads:
         return in_dtypes(problem, x["q"], x["k"], x["v"], grads, rows, unit)
 
     moderate = is_moderate(q, k, v, statistics, problem, dout_)
-    return backend.cond(moderate, ordinary, careful)  # type: ignore[no-any-return]
+    return backend.cond(moderate, ordinary, careful)
 
 
 def summed_over_groups(reading: Reading, of_pages: Callable[[Group], Any]) -> tuple[Array | None, ...]:

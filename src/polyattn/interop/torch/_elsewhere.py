@@ -54,7 +54,7 @@ def _apply(*arguments: Any) -> Tensor:
 
 def _keep_outside() -> None:
     """Exclude the node from torch.compile; called while it compiles, because this needs the compiler to be loaded."""
-    _apply.outside = torch.compiler.disable(_apply, reason="another library computes it")  # type: ignore[attr-defined]
+    _apply.outside = torch.compiler.disable(_apply, reason="another library computes it")  # type: ignore[attr-defined]  # added here
 
 
-_keep_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_keep_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of torch

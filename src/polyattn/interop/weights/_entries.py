@@ -10,6 +10,7 @@ from ...backend import Array
 from ...conversion import place_of
 from ...errors import ArgumentError, CheckpointError
 from ...layers import Layer
+from ...layers._layer import listed
 
 __all__ = ["Entry", "Shape", "covering", "expect_fitting", "expect_options", "read", "write"]
 
@@ -49,7 +50,7 @@ def expect_options(layer: Layer, theirs: str, **expected: Any) -> None:
 def _expect_nothing(beyond: Sequence[str], layer: Layer, theirs: str) -> None:
     if beyond:
         raise ArgumentError(
-            f"layers: expected what {theirs} has as well, got a {type(layer).__name__} with {_listed(beyond)}"
+            f"layers: expected what {theirs} has as well, got a {type(layer).__name__} with {listed(beyond)}"
         )
 
 
@@ -87,7 +88,7 @@ def expect_fitting(
             if name in arrays and _outline(arrays[name]) != str(shape)
         ],
     }
-    found = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
+    found = [f"{what} {listed(names)}" for what, names in faults.items() if names]
     if found:
         raise CheckpointError(f"{argument}: expected the names and shapes {whose}, but {'; '.join(found)}")
 
@@ -132,7 +133,3 @@ def _shape(entry: Entry, shapes: Mapping[str, Shape]) -> Shape:
 
 def _outline(x: Any) -> str:
     return str(tuple(x.shape)) if registry.looks_like_array(x) else type(x).__name__
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -199,4 +199,4 @@ def test_arguments_that_look_like_others_are_refused(make: Any) -> None:
     with pytest.raises(pa.DTypeError, match="window"):
         pa.attention(*inputs, window=(make(1, "int32"), None))
     with pytest.raises(pa.DTypeError, match="ignore_index"):
-        F.cross_entropy(make(np.zeros((1, 3))), make([0], "int64"), ignore_index=1.5)  # type: ignore[arg-type]
+        F.cross_entropy(make(np.zeros((1, 3))), make([0], "int64"), ignore_index=1.5)  # type: ignore[arg-type]  # on purpose
