@@ -1,0 +1,11 @@
+"""Attention and other operations on the CPU in C++, which the backends of numpy and torch put before their own.
+
+The package is optional: without a library for this machine :func:`status` gives the reason, and every backend
+computes as it would without this package.
+"""
+
+from __future__ import annotations
+
+from ._library import Library, library, status
+
+__all__ = ["Library", "library", "status"]
