@@ -80,7 +80,9 @@ def compilers() -> Iterator[Compiler]:
 def _compiler(command: tuple[str, ...], zig: bool = False) -> Iterator[Compiler]:
     """Yield the compiler if it runs, with its version."""
     try:
-        found = subprocess.run([*command, "version" if zig else "--version"], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [*command, "version" if zig else "--version"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return
     version = found.stdout.partition("\n")[0].strip()
@@ -206,7 +208,9 @@ def _environment(temporary: Path) -> Mapping[str, str]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     there = next((path for path in (cache, *cache.parents) if path.exists()), cache)
     kept = os.environ.get("ZIG_GLOBAL_CACHE_DIR") or sys.platform == "win32" or os.access(there, os.W_OK)
-    own = {} if kept else {"ZIG_GLOBAL_CACHE_DIR": str(temporary / "zig"), "ZIG_LOCAL_CACHE_DIR": str(temporary / "zig")}
+    own = (
+        {} if kept else {"ZIG_GLOBAL_CACHE_DIR": str(temporary / "zig"), "ZIG_LOCAL_CACHE_DIR": str(temporary / "zig")}
+    )
     return {**os.environ, **own}
 
 

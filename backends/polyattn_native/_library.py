@@ -126,7 +126,7 @@ def _manifest(at: Path) -> Mapping[str, Any]:
     """Read the manifest, or raise the reason why there is none."""
     path = at / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(manifest["files"], dict):
             raise TypeError("files")
     except FileNotFoundError:
