@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "convert.h"
+#include "softcap.h"
 
 /// Keys or queries [first, stop).
 struct Range {
