@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ._targets import MANIFEST, REASON, TARGETS, Target, host
 
-__all__ = ["BuildError", "Compiler", "build", "compilers"]
+__all__ = ["BuildError", "Compiler", "build", "compilers", "give_reason"]
 
 SOURCES = Path(__file__).with_name("cpp")
 PROBE = "probe.cpp"
@@ -143,6 +143,13 @@ def _build(
         for name in (*files, MANIFEST):
             os.replace(temporary / name, folder / name)
     return manifest
+
+
+def give_reason(folder: Path, reason: str) -> None:
+    """Leave the reason why a build failed, in place of the manifest, for the package to give it when it is used."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / REASON).write_text(f"the build had no native kernels: {reason}\n", encoding="utf-8")
 
 
 def _described(path: Path) -> Mapping[str, Any]:
