@@ -6,6 +6,6 @@ computes as it would without this package.
 
 from __future__ import annotations
 
-from ._library import Library, library, status
+from ._library import Library, library, note, status
 
-__all__ = ["Library", "library", "status"]
+__all__ = ["Library", "library", "note", "status"]

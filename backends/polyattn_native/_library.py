@@ -20,8 +20,9 @@ from typing import Any
 from polyattn.backend import ArgumentError, BackendUnavailableError
 
 from ._targets import MANIFEST, REASON, TARGETS, Target, host
+from ._threads import thread_count
 
-__all__ = ["Library", "library", "status"]
+__all__ = ["Library", "library", "note", "status"]
 
 VARIABLE = "POLYATTN_NATIVE"
 FOLDER_VARIABLE = "POLYATTN_NATIVE_FOLDER"
@@ -95,6 +96,17 @@ def status() -> Library | str:
         if text:
             raise BackendUnavailableError(f"{VARIABLE}={text}, but {reason}") from None
         return str(reason)
+
+
+def note(backend: str) -> str:
+    """Return a line for users: the kernels and threads for the arrays of a backend, or why there are none."""
+    try:
+        found, threads = status(), thread_count(backend)
+    except (ArgumentError, BackendUnavailableError) as error:
+        return f"no native kernels: {error}"
+    if isinstance(found, str):
+        return f"no native kernels: {found}"
+    return f"native kernels for {found.instruction_set}, {threads} thread{'s' * (threads > 1)}"
 
 
 def folder() -> Path:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError
+from polyattn_native import note
 
 from ._blocked_kernel import BlockedKernel
 from ._direct import DirectKernel
@@ -72,6 +73,10 @@ class NumpyBackend(Backend):
                 raise DTypeError("numpy has bfloat16 only with ml_dtypes: pip install ml_dtypes") from error
             return np.dtype(ml_dtypes.bfloat16)
         return np.dtype(super().dtype(name))
+
+    def notes(self, device: str | None = None) -> tuple[str, ...]:
+        """Say which native kernels there are."""
+        return (note("numpy"),)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings: inf and NaN are valid results."""

@@ -234,5 +234,12 @@ class Backend:
         """
         return None
 
+    def notes(self, device: str | None = None) -> tuple[str, ...]:
+        """Return lines for users about how the backend computes here: on a device, or on all that there are.
+
+        Optional parts that are in use, and why others are not. It must not raise.
+        """
+        return ()
+
     def synchronize(self, *arrays: Array) -> None:
         """Wait until the arrays are computed. The fallback is for libraries that compute synchronously."""

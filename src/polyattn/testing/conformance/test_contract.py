@@ -33,6 +33,11 @@ def test_listed(contract: Any) -> None:
     assert info.distribution
 
 
+def test_notes_are_lines(contract: Any) -> None:
+    for device in (None, *contract.devices()):
+        assert all(isinstance(note, str) and note and "\n" not in note for note in contract.notes(device))
+
+
 def test_devices_are_addressable(contract: Any) -> None:
     assert contract.devices()
     for device in contract.devices():
