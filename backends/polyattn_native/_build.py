@@ -71,10 +71,10 @@ def compilers() -> Iterator[Compiler]:
     """Yield the compilers that are there, the one to be tried first."""
     if importlib.util.find_spec("ziglang") is not None:
         yield from _compiler((sys.executable, "-m", "ziglang"), zig=True)
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        path = shutil.which(name)
-        if path is not None:
-            yield from _compiler((path,))
+    names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
+    there = {Path(path).resolve(): path for name in names if (path := shutil.which(name)) is not None}
+    for path in there.values():
+        yield from _compiler((path,))
 
 
 def _compiler(command: tuple[str, ...], zig: bool = False) -> Iterator[Compiler]:
