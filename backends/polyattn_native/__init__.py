@@ -7,5 +7,6 @@ computes as it would without this package.
 from __future__ import annotations
 
 from ._library import Library, library, note, status
+from ._pointwise import operation
 
-__all__ = ["Library", "library", "note", "status"]
+__all__ = ["Library", "library", "note", "operation", "status"]

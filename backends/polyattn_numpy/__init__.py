@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError
-from polyattn_native import note
+from polyattn_native import note, operation
 
 from ._blocked_kernel import BlockedKernel
 from ._direct import DirectKernel
@@ -85,6 +85,10 @@ class NumpyBackend(Backend):
     def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
         """Apply the function to large arrays in pieces, on several threads."""
         return in_pieces(function, arrays, axes)
+
+    def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
+        """Compute it by the native library, if there is one and it has a kernel for these arrays."""
+        return operation(name, *arrays, **options)
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself."""
