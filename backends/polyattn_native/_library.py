@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyattn.backend import ArgumentError, BackendUnavailableError
 
@@ -40,6 +40,14 @@ class Library:
     instruction_set: str
     path: Path
     compiler: str
+
+
+class Manifest(NamedTuple):
+    """What the build recorded: the platform, the compiler, and the size and SHA-256 of each file."""
+
+    platform: str
+    compiler: str
+    files: Mapping[str, Any]
 
 
 class Unusable(Exception):
@@ -116,31 +124,36 @@ def folder() -> Path:
 
 def _find(wanted: str | None) -> Library:
     """Load the file for the best instruction set of this CPU, or for the wanted one."""
+    platform = host()
+    if platform not in TARGETS:
+        raise Unusable(f"there are no native kernels for {platform}")
     manifest = _manifest(folder())
-    files, platform = manifest["files"], host()
-    if manifest["platform"] != platform:
-        raise Unusable(f"the native library is for {manifest['platform']}, and this is {platform}")
+    files = manifest.files
+    if manifest.platform != platform:
+        raise Unusable(f"the native library is for {manifest.platform}, and this is {platform}")
     target = TARGETS[platform]
     runnable = _runnable(folder(), target, files)
-    if wanted is not None and wanted not in runnable:
-        raise Unusable(f"this CPU has no {wanted}; it has {', '.join(runnable) or 'none of the instruction sets'}")
     built = [name for name in target.instruction_sets if target.library(name) in files]
     chosen = [name for name in built if name in runnable and wanted in (None, name)]
     if not chosen:
-        raise Unusable(f"the native library is built for {', '.join(built) or 'nothing'}, which this CPU does not have")
+        wished = f"{wanted} is wanted, " if wanted else ""
+        made = ", ".join(built) or "nothing"
+        has = ", ".join(runnable) or f"none of {', '.join(target.instruction_sets)}"
+        raise Unusable(f"{wished}the native library is built for {made}, and this CPU has {has}")
     path = folder() / target.library(chosen[-1])
     functions = _load(path, files)
     _check_abi(functions, chosen[-1], path)
-    return Library(functions, chosen[-1], path, str(manifest["compiler"]))
+    return Library(functions, chosen[-1], path, manifest.compiler)
 
 
-def _manifest(at: Path) -> Mapping[str, Any]:
+def _manifest(at: Path) -> Manifest:
     """Read the manifest, or raise the reason why there is none."""
     path = at / MANIFEST
     try:
-        manifest: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(manifest["files"], dict):
-            raise TypeError("files")
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        manifest = Manifest(*(entries[name] for name in Manifest._fields))
+        if tuple(map(type, manifest)) != (str, str, dict):
+            raise TypeError("an entry has another type")
     except FileNotFoundError:
         raise Unusable(_reason_beside(at) or f"the native library is not built: run {BUILD}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
