@@ -6,7 +6,8 @@ computes as it would without this package.
 
 from __future__ import annotations
 
+from ._kernel import NativeKernel
 from ._library import Library, library, note, status
 from ._pointwise import operation
 
-__all__ = ["Library", "library", "note", "operation", "status"]
+__all__ = ["Library", "NativeKernel", "library", "note", "operation", "status"]

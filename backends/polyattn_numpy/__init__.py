@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError
-from polyattn_native import note, operation
+from polyattn_native import NativeKernel, note, operation
 
 from ._blocked_kernel import BlockedKernel
 from ._direct import DirectKernel
@@ -23,7 +23,7 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     array_modules = ("numpy",)
-    kernels = (DirectKernel(), BlockedKernel())
+    kernels = (NativeKernel(), DirectKernel(), BlockedKernel())
     lacks: ClassVar[Mapping[str, str]] = {
         "devices": "NumPy's arrays lie on the host",
         **dict.fromkeys(("autograd", "second_order", "forward_mode"), "NumPy does not differentiate, polyattn does"),

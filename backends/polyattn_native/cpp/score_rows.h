@@ -57,7 +57,7 @@ template <class T> POLYATTN_INLINE T advance(Running<T> *row, T *scores, int64_t
 /// scores[x] = limit * tanh(scores[x]), for whole vectors.
 template <class T> POLYATTN_INLINE void cap_row(T *scores, int64_t vectors, T limit) {
     for (int64_t v = 0; v < vectors; v++)
-        store(scores + v * LANES<T>, limit * tanh_of(load(scores + v * LANES<T>)));
+        store(scores + v * LANES<T>, limit * tanh_of<T>(load(scores + v * LANES<T>)));
 }
 
 /// Add addends to scores; -inf where the addend is -inf, whatever the score.
