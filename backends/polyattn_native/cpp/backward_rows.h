@@ -244,7 +244,7 @@ inline void own_statistics(const AttentionBackward &call, int64_t item, int64_t 
         T mean = empty ? T(0) : h->shift[i] / h->low[i];
         h->shift[i] = (dlse && !empty ? dlse[i * call.dlse.row] : T(0)) - mean;
         h->high[i] = empty ? T(0) : h->high[i];
-        h->low[i] = empty ? T(0) : static_cast<T>(__builtin_log2(double(h->low[i])));
+        h->low[i] = empty ? T(0) : static_cast<T>(log_of(double(h->low[i])) * LOG2_E);
     }
     end_statistics(h);
 }

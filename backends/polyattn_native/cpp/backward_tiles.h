@@ -236,9 +236,9 @@ template <class T> inline void gradients_of_group(const Head<T> &h, const Tile &
     if (h.dbias || h.ddistances) add_bias(h, t, group, seen, dscores);
     if (h.softcap != 0) through_softcap(seen, h.tangents, dscores);
     int64_t queries = seen.stop - seen.from, first = t.query + seen.from;
-    multiply_rows<T, FROM_C>(h.wide_v / LANES<T>, weights + seen.from, QUERIES, 1, h.dout.row(first), h.dout.step, queries,
+    multiply_rows<T, ADDED_TO_C>(h.wide_v / LANES<T>, weights + seen.from, QUERIES, 1, h.dout.row(first), h.dout.step, queries,
                              h.dv + (t.key + group) * h.wide_v, h.wide_v, nullptr);
-    multiply_rows<T, FROM_C>(h.wide_k / LANES<T>, dscores + seen.from, QUERIES, 1, h.q.row(first), h.q.step, queries,
+    multiply_rows<T, ADDED_TO_C>(h.wide_k / LANES<T>, dscores + seen.from, QUERIES, 1, h.q.row(first), h.q.step, queries,
                              h.dk + (t.key + group) * h.wide_k, h.wide_k, nullptr);
 }
 
@@ -249,7 +249,7 @@ template <class T> inline void add_dq(const Head<T> &h, const Tile &t) {
         int64_t from = greater(lesser(first.first, last.first) - h.first_key - t.key, 0);
         int64_t to = lesser(greater(first.stop, last.stop) - h.first_key - t.key, t.keys);
         if (from >= to) continue;
-        multiply_rows<T, FROM_C>(h.wide_k / LANES<T>, h.dscores + from * QUERIES + i, 1, QUERIES, h.k.row(t.key + from),
+        multiply_rows<T, ADDED_TO_C>(h.wide_k / LANES<T>, h.dscores + from * QUERIES + i, 1, QUERIES, h.k.row(t.key + from),
                                  h.k.step, to - from, h.dq + (t.query + i) * h.wide_k, h.wide_k, nullptr);
     }
 }

@@ -3,8 +3,9 @@
 
 #include "vector.h"
 
-/// What the sums start from: 0, the values in c, or the values in c times factor[row].
-enum Start { FROM_ZERO, FROM_C, FROM_SCALED };
+/// What the sums start from: 0, the values in c, or the values in c times factor[row]. ADDED_TO_C starts from 0 and adds
+/// the sums to c at the end, with smaller rounding errors than FROM_C where c is a sum of many blocks.
+enum Start { FROM_ZERO, FROM_C, FROM_SCALED, ADDED_TO_C };
 
 /// The numbers of rows and vectors for which the sums just fit the registers of the instruction set.
 constexpr int ROWS = 6;
@@ -25,7 +26,7 @@ POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, c
     for (int r = 0; r < R; r++) {
         POLYATTN_UNROLL
         for (int v = 0; v < V; v++) {
-            if (START == FROM_ZERO) sums[r][v] = Vector<T>{};
+            if (START == FROM_ZERO || START == ADDED_TO_C) sums[r][v] = Vector<T>{};
             if (START == FROM_C) sums[r][v] = load(c + r * c_row + v * LANES<T>);
             if (START == FROM_SCALED) sums[r][v] = broadcast(factor[r]) * load(c + r * c_row + v * LANES<T>);
         }
@@ -44,7 +45,10 @@ POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, c
     POLYATTN_UNROLL
     for (int r = 0; r < R; r++) {
         POLYATTN_UNROLL
-        for (int v = 0; v < V; v++) store(c + r * c_row + v * LANES<T>, sums[r][v]);
+        for (int v = 0; v < V; v++) {
+            if (START == ADDED_TO_C) sums[r][v] += load(c + r * c_row + v * LANES<T>);
+            store(c + r * c_row + v * LANES<T>, sums[r][v]);
+        }
     }
 }
 
