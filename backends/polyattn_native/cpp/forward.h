@@ -86,7 +86,7 @@ inline bool finish_row(const Call<Element> &call, int64_t item, int64_t head, in
     Vector<T> zeros{};
     for (int64_t x = 0; x < call.padded; x += LANES<T>) {
         Vector<T> result = load(sums + x) * inverse;
-        zeros += result * T(0);
+        zeros += result - result;  // NaN unless finite; compilers without signed zeros take result * 0 for 0
         store(sums + x, result);
     }
     write_row(sums, a.d_v, head_of<Element>(a, a.out, item, head) + query * a.out.row, a.out.feature);
