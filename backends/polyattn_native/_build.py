@@ -149,7 +149,7 @@ def give_reason(folder: Path, reason: str) -> None:
     """Leave the reason why a build failed, in place of the manifest, for the package to give it when it is used."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
-    (folder / REASON).write_text(f"the build had no native kernels: {reason}\n", encoding="utf-8")
+    (folder / REASON).write_text(f"the build failed: {reason}\n", encoding="utf-8")
 
 
 def _described(path: Path) -> Mapping[str, Any]:

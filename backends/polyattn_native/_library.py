@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from polyattn.backend import ArgumentError, BackendUnavailableError
 
+from ._structures import STRUCTURES
 from ._targets import MANIFEST, REASON, TARGETS, Target, host
 from ._threads import thread_count
 
@@ -205,10 +206,6 @@ def _check_abi(functions: ctypes.CDLL, instruction_set: str, path: Path) -> None
     if (abi.instruction_set or b"").decode() != instruction_set:
         raise Unusable(f"{path} is for {abi.instruction_set.decode()}")
     sizes = {abi.sizes[i].name.decode(): abi.sizes[i].size for i in range(abi.count)}
-    try:
-        from ._structures import STRUCTURES
-    except ImportError:  # not written yet
-        return
     expected = {structure.__name__: ctypes.sizeof(structure) for structure in STRUCTURES}
     if sizes != expected:
         raise Unusable(f"{path} has argument structures of {sizes} bytes, and this package has {expected}")

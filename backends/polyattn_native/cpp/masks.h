@@ -92,7 +92,7 @@ template <class T> inline bool blocks_exclude(const Pairs<T> &p, int64_t i, int6
 }
 
 template <class T> constexpr T MOST_OF = T(3.40282346638528859812e38);
-template <> constexpr double MOST_OF<double> = 1.79769313486231570815e308;
+template <> inline constexpr double MOST_OF<double> = 1.79769313486231570815e308;
 
 /// out[x] = unit * bias of keys j + x, x < n. The product of a finite bias stays finite.
 template <class T, class Element>
