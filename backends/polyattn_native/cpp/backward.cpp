@@ -158,11 +158,22 @@ template <class Element> Status run(const AttentionBackward &call, bool own, boo
     return status == OK && context.doubt ? DOUBT : status;
 }
 
+/// Zero an array (batch..., H, rows, features), to which tasks of a run without result have added.
+template <class T> void zero(const Attention &a, const Array &x, int64_t rows, int64_t features) {
+    for (int64_t item = 0; item < items_of(a); item++)
+        for (int64_t head = 0; head < a.heads; head++)
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t c = 0; c < features; c++) head_of<T>(a, x, item, head)[i * x.row + c * x.feature] = 0;
+}
+
+/// The backward with the statistics of the forward, or with own ones if scores are large.
 template <class Element> Status backward(const AttentionBackward &call) {
     bool large = false;
     Status status = run<Element>(call, false, &large);
     if (status != OK || !large) return status;
-    if (call.dbias.data || call.ddistances.data) return DOUBT;  // tasks before have added to them
+    if (call.dbias.data) zero<Wide<Element>>(call.forward, call.dbias, call.forward.n_q, call.forward.n_k);
+    if (call.ddistances.data)
+        zero<Wide<Element>>(call.forward, call.ddistances, call.forward.n_q + call.forward.n_k - 1, 1);
     return run<Element>(call, true, &large);
 }
 

@@ -12,6 +12,7 @@ namespace gradients {
 
 constexpr int64_t KEYS = 96;      // of a tile
 constexpr int64_t QUERIES = 192;  // of a tile, the length of its rows
+constexpr int64_t SUMMED = 64;    // queries of one sum: a sum of fewer has a smaller rounding error
 static_assert(KEYS % ROWS == 0 && KEYS % LANES<float> == 0 && QUERIES % ROWS == 0, "a tile is whole blocks");
 static_assert(QUERIES % PANEL<float> == 0 && QUERIES % PANEL<double> == 0, "a tile is whole panels");
 
@@ -235,11 +236,13 @@ template <class T> inline void gradients_of_group(const Head<T> &h, const Tile &
     if (!seen.whole) zero_unseen(h, t, group, weights, dscores);
     if (h.dbias || h.ddistances) add_bias(h, t, group, seen, dscores);
     if (h.softcap != 0) through_softcap(seen, h.tangents, dscores);
-    int64_t queries = seen.stop - seen.from, first = t.query + seen.from;
-    multiply_rows<T, ADDED_TO_C>(h.wide_v / LANES<T>, weights + seen.from, QUERIES, 1, h.dout.row(first), h.dout.step, queries,
-                             h.dv + (t.key + group) * h.wide_v, h.wide_v, nullptr);
-    multiply_rows<T, ADDED_TO_C>(h.wide_k / LANES<T>, dscores + seen.from, QUERIES, 1, h.q.row(first), h.q.step, queries,
-                             h.dk + (t.key + group) * h.wide_k, h.wide_k, nullptr);
+    for (int64_t i = seen.from; i < seen.stop; i += SUMMED) {
+        int64_t queries = lesser(SUMMED, seen.stop - i), at = t.query + i;
+        multiply_rows<T, ADDED_TO_C>(h.wide_v / LANES<T>, weights + i, QUERIES, 1, h.dout.row(at), h.dout.step, queries,
+                                     h.dv + (t.key + group) * h.wide_v, h.wide_v, nullptr);
+        multiply_rows<T, ADDED_TO_C>(h.wide_k / LANES<T>, dscores + i, QUERIES, 1, h.q.row(at), h.q.step, queries,
+                                     h.dk + (t.key + group) * h.wide_k, h.wide_k, nullptr);
+    }
 }
 
 /// Add the parts of dq of a tile.
