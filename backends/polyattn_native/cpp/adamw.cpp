@@ -34,22 +34,22 @@ template <class T> void update_piece(const void *context, int64_t piece, void *)
     const T inside = static_cast<T>(c.step.inside), outside = static_cast<T>(c.step.outside);
     const T least = static_cast<T>(c.step.least), most = static_cast<T>(c.step.most);
     Bits<T> outlying{};
-    c.pieces.for_each(piece, [&](int64_t, int64_t first, int64_t count) {
-        for (int64_t j = first; j < first + count; j += LANES<T>) {
-            const int64_t left = first + count - j;
-            Vector<T> theta = load_part(c.theta + j, left), grad = load_part(c.grad + j, left);
-            Vector<T> mean = load_part(c.mean + j, left) * beta1 + grad * rest1;
-            Vector<T> old = load_part(c.square + j, left), square = old * beta2 + grad * grad * rest2;
+    c.pieces.for_each(piece, [&](int64_t, int64_t first, int64_t size) {
+        along<T>(size, [&](int64_t offset, int64_t count) __attribute__((always_inline)) {
+            const int64_t j = first + offset;
+            Vector<T> theta = load_part(c.theta + j, count), grad = load_part(c.grad + j, count);
+            Vector<T> mean = load_part(c.mean + j, count) * beta1 + grad * rest1;
+            Vector<T> old = load_part(c.square + j, count), square = old * beta2 + grad * grad * rest2;
             // Comparisons are false for NaN; a negative old one is a root (see optim/_adamw.py).
             outlying |= ~((old >= 0) & (old <= most) & (square <= most) &
                           ((square >= least) | ((square == 0) & (grad == 0))));
             Vector<T> denominator = square_root<T>(square + inside) + outside;
             Vector<T> change = mean / denominator * factor;
             change = denominator == 0 ? Vector<T>{} : change;
-            store_part(c.new_theta + j, theta - (change + theta * decay), left);
-            store_part(c.new_mean + j, mean, left);
-            store_part(c.new_square + j, square, left);
-        }
+            store_part(c.new_theta + j, theta - (change + theta * decay), count);
+            store_part(c.new_mean + j, mean, count);
+            store_part(c.new_square + j, square, count);
+        });
     });
     typename Lanes<T>::integer any = 0;
     for (int i = 0; i < LANES<T>; i++) any |= outlying[i];

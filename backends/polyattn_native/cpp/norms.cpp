@@ -8,6 +8,9 @@ namespace {
 /// A number whose square, and the square of its inverse, are far inside the normal range; as `low` in _range.py.
 template <class T> constexpr T LOW = static_cast<T>(sizeof(T) == 4 ? 0x1p-48 : 0x1p-384);
 
+/// Rows that are computed at the same time, since the sums of one row wait for each other.
+constexpr int TOGETHER = 4;
+
 template <class T> struct Forward {
     int64_t rows, n, height;
     bool centred;  // layer norm
@@ -18,48 +21,79 @@ template <class T> struct Forward {
     Flag *flag;
 };
 
-/// The sum of (x − shift)ᵖ for p = 1 or 2 along a row.
-template <class T, bool SQUARED> POLYATTN_INLINE T sum_along(const T *x, int64_t n, T shift, T rest) {
-    Vector<T> a{}, b{};
-    int64_t j = 0;
-    for (; j + 2 * LANES<T> <= n; j += 2 * LANES<T>) {
-        Vector<T> first = (load(x + j) - shift) - rest, second = (load(x + j + LANES<T>) - shift) - rest;
-        a += SQUARED ? first * first : first;
-        b += SQUARED ? second * second : second;
+/// The sums of (x − shift) − rest along some rows, and of its squares.
+template <class T, int ROWS> struct Sums {
+    T first[ROWS], second[ROWS];
+
+    POLYATTN_INLINE Sums(const Rows<const T> &x, int64_t i, int64_t n, const T *shift, const T *rest) {
+        Vector<T> a[ROWS]{}, b[ROWS]{};
+        along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+            POLYATTN_UNROLL
+            for (int r = 0; r < ROWS; r++) {
+                Vector<T> c = (load_part(x.at(i + r, j), count) - shift[r]) - rest[r];
+                if (count < LANES<T>) c = count_up<T>() < static_cast<T>(count) ? c : Vector<T>{};
+                a[r] += c;
+                b[r] += c * c;
+            }
+        });
+        for (int r = 0; r < ROWS; r++) first[r] = sum_of<T>(a[r]), second[r] = sum_of<T>(b[r]);
     }
-    for (; j < n; j += LANES<T>) {
-        Vector<T> first = (load_part(x + j, n - j, shift) - shift) - rest;
-        if (n - j < LANES<T>) first = count_up<T>() < static_cast<T>(n - j) ? first : Vector<T>{};
-        a += SQUARED ? first * first : first;
+};
+
+/// The mean of each row as the sum of two numbers, and the mean of the squares of the differences from it.
+template <class T, int ROWS> struct Moments {
+    T mean[ROWS]{}, rest[ROWS]{}, square[ROWS];
+
+    POLYATTN_INLINE Moments(const Rows<const T> &x, int64_t i, int64_t n, bool centred) {
+        const T inverse = 1 / static_cast<T>(n), zero[ROWS]{};
+        bool accurate = true;
+        Sums<T, ROWS> plain(x, i, n, zero, zero);
+        for (int r = 0; r < ROWS; r++) mean[r] = centred ? plain.first[r] * inverse : 0;
+        for (int r = 0; r < ROWS; r++) square[r] = plain.second[r] * inverse;
+        if (!centred) return;
+        // The first mean of a row far from zero has a rounding error, which is the mean of the differences.
+        Sums<T, ROWS> sums(x, i, n, mean, zero);
+        for (int r = 0; r < ROWS; r++) {
+            rest[r] = sums.first[r] * inverse;
+            square[r] = sums.second[r] * inverse;
+            accurate = accurate && rest[r] * rest[r] <= square[r] * static_cast<T>(1.0 / 64);
+            square[r] -= rest[r] * rest[r];
+        }
+        if (accurate) return;  // else the difference has lost digits
+        Sums<T, ROWS> again(x, i, n, mean, rest);
+        for (int r = 0; r < ROWS; r++) square[r] = again.second[r] * inverse;
     }
-    return sum_of<T>(a + b);
+};
+
+/// y = x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), or without the mean, for some rows.
+template <class T, int ROWS> POLYATTN_INLINE void forward_rows(const Forward<T> &c, int64_t i) {
+    const int64_t n = c.n;
+    const Moments<T, ROWS> of_rows(c.x, i, n, c.centred);
+    T inverse[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        const T root = square_root<T>(broadcast<T>(of_rows.square[r] + c.eps))[0];
+        if (!(root <= 1 / LOW<T> && (c.eps >= LOW<T> * LOW<T> || root >= LOW<T>))) c.flag->raise();
+        c.root[i + r] = root;
+        inverse[r] = 1 / root;
+    }
+    along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+        const Vector<T> weight = c.weight ? load_part(c.weight + j, count) : broadcast<T>(1);
+        const Vector<T> bias = c.bias ? load_part(c.bias + j, count) : Vector<T>{};
+        POLYATTN_UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            Vector<T> xhat = ((load_part(c.x.at(i + r, j), count) - of_rows.mean[r]) - of_rows.rest[r]) * inverse[r];
+            if (c.xhat) store_part(c.xhat + (i + r) * n + j, xhat, count);
+            store_part(c.y + (i + r) * n + j, xhat * weight + bias, count);
+        }
+    });
 }
 
-/// y = x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), or without the mean.
 template <class T> void forward_task(const void *context, int64_t task, void *) {
     const auto &c = *static_cast<const Forward<T> *>(context);
-    const int64_t n = c.n;
-    const T length = static_cast<T>(n);
-    bool in_range = true;
-    for (int64_t i = task * c.height; i < (task + 1) * c.height && i < c.rows; i++) {
-        const T *x = c.x.at(i);
-        // The first mean of a row far from zero has a rounding error, which the second one is.
-        const T mean = c.centred ? sum_along<T, false>(x, n, 0, 0) / length : 0;
-        const T rest = c.centred ? sum_along<T, false>(x, n, mean, 0) / length : 0;
-        const T root = square_root<T>(broadcast<T>(sum_along<T, true>(x, n, mean, rest) / length + c.eps))[0];
-        in_range = in_range && root <= 1 / LOW<T> && (c.eps >= LOW<T> * LOW<T> || root >= LOW<T>);
-        c.root[i] = root;
-        const T inverse = 1 / root;
-        T *y = c.y + i * n, *xhat = c.xhat ? c.xhat + i * n : nullptr;
-        for (int64_t j = 0; j < n; j += LANES<T>) {
-            Vector<T> y_ = ((load_part(x + j, n - j) - mean) - rest) * inverse;
-            if (xhat) store_part(xhat + j, y_, n - j);
-            if (c.weight) y_ *= load_part(c.weight + j, n - j);
-            if (c.bias) y_ += load_part(c.bias + j, n - j);
-            store_part(y + j, y_, n - j);
-        }
-    }
-    if (!in_range) c.flag->raise();
+    int64_t i = task * c.height;
+    const int64_t end = i + c.height < c.rows ? i + c.height : c.rows;
+    for (; i + TOGETHER <= end; i += TOGETHER) forward_rows<T, TOGETHER>(c, i);
+    for (; i < end; i++) forward_rows<T, 1>(c, i);
 }
 
 template <class T> struct Backward {
@@ -72,52 +106,68 @@ template <class T> struct Backward {
     Flag *flag;
 };
 
-/// dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / root with dx̂ = dy · weight, without the first mean for RMS norm.
-template <class T> void backward_task(const void *context, int64_t task, void *) {
-    const auto &c = *static_cast<const Backward<T> *>(context);
+/// dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / root with dx̂ = dy · weight for some rows, without the first mean for RMS
+/// norm. Their parts of dweight and dbias are added to those of the task.
+template <class T, int ROWS>
+POLYATTN_INLINE void backward_rows(const Backward<T> &c, int64_t i, T *dweight, T *dbias) {
     const int64_t n = c.n;
-    const T length = static_cast<T>(n);
-    T *dweight = c.dweight ? c.dweight + task * n : nullptr, *dbias = c.dbias ? c.dbias + task * n : nullptr;
-    if (dweight) memset(dweight, 0, static_cast<size_t>(n) * sizeof(T));
-    if (dbias) memset(dbias, 0, static_cast<size_t>(n) * sizeof(T));
-    bool in_range = true;
-    for (int64_t i = task * c.height; i < (task + 1) * c.height && i < c.rows; i++) {
-        const T *dy = c.dy.at(i), *x = c.x.at(i), root = c.root[i], inverse = 1 / root;
-        const T to_xhat = c.centred ? 1 : inverse;
-        Vector<T> sums{}, products{};
-        for (int64_t j = 0; j < n; j += LANES<T>) {
-            Vector<T> dxhat = load_part(dy + j, n - j), xhat = load_part(x + j, n - j) * to_xhat;
-            if (dbias) store_part(dbias + j, load_part(dbias + j, n - j) + dxhat, n - j);
-            if (dweight) {
-                store_part(dweight + j, load_part(dweight + j, n - j) + dxhat * xhat, n - j);
-            }
-            if (c.weight) dxhat *= load_part(c.weight + j, n - j);
-            sums += dxhat;
-            products += dxhat * xhat;
+    Vector<T> sums[ROWS]{}, products[ROWS]{};
+    T inverse[ROWS], to_xhat[ROWS], mean[ROWS], projection[ROWS];
+    for (int r = 0; r < ROWS; r++) inverse[r] = 1 / c.root[i + r], to_xhat[r] = c.centred ? 1 : inverse[r];
+    along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+        const Vector<T> weight = c.weight ? load_part(c.weight + j, count) : broadcast<T>(1);
+        Vector<T> dgain{}, dshift{};
+        POLYATTN_UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            Vector<T> dy = load_part(c.dy.at(i + r, j), count), xhat = load_part(c.x.at(i + r, j), count) * to_xhat[r];
+            dshift += dy;
+            dgain += dy * xhat;
+            dy *= weight;
+            sums[r] += dy;
+            products[r] += dy * xhat;
         }
-        const T mean = c.centred ? sum_of<T>(sums) / length : 0, along = sum_of<T>(products) / length;
-        const T size = (mean < 0 ? -mean : mean) + (along < 0 ? -along : along);
-        in_range = in_range && size <= 1 / (LOW<T> * LOW<T>) && (size >= LOW<T> * LOW<T> || size == 0) &&
-                   root >= static_cast<T>(0x1p-16) && root <= static_cast<T>(0x1p48);
-        T *dx = c.dx + i * n;
-        for (int64_t j = 0; j < n; j += LANES<T>) {
-            Vector<T> dxhat = load_part(dy + j, n - j), xhat = load_part(x + j, n - j) * to_xhat;
-            if (c.weight) dxhat *= load_part(c.weight + j, n - j);
-            store_part(dx + j, (dxhat - mean - xhat * along) * inverse, n - j);
-        }
+        if (dweight) store_part(dweight + j, load_part(dweight + j, count) + dgain, count);
+        if (dbias) store_part(dbias + j, load_part(dbias + j, count) + dshift, count);
+    });
+    for (int r = 0; r < ROWS; r++) {
+        mean[r] = c.centred ? sum_of<T>(sums[r]) / static_cast<T>(n) : 0;
+        projection[r] = sum_of<T>(products[r]) / static_cast<T>(n);
+        const T root = c.root[i + r], size = magnitude(mean[r]) + magnitude(projection[r]);
+        if (!(size <= 1 / (LOW<T> * LOW<T>) && (size >= LOW<T> * LOW<T> || size == 0) &&
+              root >= static_cast<T>(0x1p-16) && root <= static_cast<T>(0x1p48)))
+            c.flag->raise();
     }
-    if (!in_range) c.flag->raise();
+    along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+        const Vector<T> weight = c.weight ? load_part(c.weight + j, count) : broadcast<T>(1);
+        POLYATTN_UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            Vector<T> dxhat = load_part(c.dy.at(i + r, j), count) * weight;
+            Vector<T> xhat = load_part(c.x.at(i + r, j), count) * to_xhat[r];
+            store_part(c.dx + (i + r) * n + j, (dxhat - mean[r] - xhat * projection[r]) * inverse[r], count);
+        }
+    });
 }
 
-/// total (n) = the sum of parts (count, n), in order; raise the flag if it is not finite.
-template <class T> void add_up(const T *parts, int64_t count, int64_t n, T *total, Flag *flag) {
+template <class T> void backward_task(const void *context, int64_t task, void *) {
+    const auto &c = *static_cast<const Backward<T> *>(context);
+    T *dweight = c.dweight ? c.dweight + task * c.n : nullptr, *dbias = c.dbias ? c.dbias + task * c.n : nullptr;
+    if (dweight) memset(dweight, 0, static_cast<size_t>(c.n) * sizeof(T));
+    if (dbias) memset(dbias, 0, static_cast<size_t>(c.n) * sizeof(T));
+    int64_t i = task * c.height;
+    const int64_t end = i + c.height < c.rows ? i + c.height : c.rows;
+    for (; i + TOGETHER <= end; i += TOGETHER) backward_rows<T, TOGETHER>(c, i, dweight, dbias);
+    for (; i < end; i++) backward_rows<T, 1>(c, i, dweight, dbias);
+}
+
+/// total (n) = the sum of parts (tasks, n), in order; raise the flag if it is not finite.
+template <class T> void add_up(const T *parts, int64_t tasks, int64_t n, T *total, Flag *flag) {
     Watch<T> watch;
-    for (int64_t j = 0; j < n; j += LANES<T>) {
+    along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
         Vector<T> sum{};
-        for (int64_t k = 0; k < count; k++) sum += load_part(parts + k * n + j, n - j);
+        for (int64_t k = 0; k < tasks; k++) sum += load_part(parts + k * n + j, count);
         watch.see(sum);
-        store_part(total + j, sum, n - j);
-    }
+        store_part(total + j, sum, count);
+    });
     if (watch.not_finite()) flag->raise();
 }
 

@@ -28,6 +28,7 @@ template <class T> struct Silu {
     Vector<T> decay;
 
     POLYATTN_INLINE explicit Silu(Vector<T> x) : x(x), sigmoid(x), decay(sigmoid.decay) {}
+    static POLYATTN_INLINE Vector<T> value(Vector<T> x) { return Silu(x).factor() * Silu(x).decay; }
     POLYATTN_INLINE Vector<T> factor() const { return x * decay / sigmoid.total; }
     POLYATTN_INLINE Vector<T> slope() const {
         Vector<T> inverse = 1 / sigmoid.total;
@@ -44,6 +45,11 @@ template <class T> struct Gelu {
         tail = normal_tail(size);
         bell_root = exp_below<T>(size * size * static_cast<T>(-0.25));
         decay = negative ? bell_root : broadcast<T>(1);
+    }
+    static POLYATTN_INLINE Vector<T> value(Vector<T> x) {
+        Vector<T> size = magnitude<T>(x);
+        Vector<T> bell = exp_below<T>(size * size * static_cast<T>(-0.5));
+        return larger(Vector<T>{}, x) - size * normal_tail(size) * bell;  // |x| · tail is below 0.5
     }
     POLYATTN_INLINE Vector<T> factor() const {
         Vector<T> below = size * tail * bell_root;
@@ -64,6 +70,7 @@ template <class T> struct GeluTanh {
 
     POLYATTN_INLINE explicit GeluTanh(Vector<T> x)
         : x(x), square(x * x), sigmoid(x * (square * CUBIC + TWO_ROOT)), decay(sigmoid.decay) {}
+    static POLYATTN_INLINE Vector<T> value(Vector<T> x) { return GeluTanh(x).factor() * GeluTanh(x).decay; }
     POLYATTN_INLINE Vector<T> factor() const { return x * decay / sigmoid.total; }
     POLYATTN_INLINE Vector<T> slope() const {
         Vector<T> inverse = 1 / sigmoid.total, grown = x * (square * (3 * CUBIC) + TWO_ROOT);  // x · 2u′
@@ -85,14 +92,17 @@ template <class T, class F, bool GATED> void forward_piece(const void *context, 
     c.pieces.for_each(piece, [&](int64_t i, int64_t column, int64_t columns) {
         const T *x = c.x.at(i, column), *up = GATED ? c.up.at(i, column) : nullptr;
         T *y = c.y.at(i, column);
-        for (int64_t j = 0; j < columns; j += LANES<T>) {
-            F f(load_part(x + j, columns - j));
-            Vector<T> result = f.factor();
-            if (GATED) result *= load_part(up + j, columns - j);
-            result *= f.decay;
+        along<T>(columns, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+            Vector<T> x_ = load_part(x + j, count), result;
+            if (GATED) {
+                F f(x_);
+                result = f.factor() * load_part(up + j, count) * f.decay;
+            } else {
+                result = F::value(x_);
+            }
             watch.see(result);
-            store_part(y + j, result, columns - j);
-        }
+            store_part(y + j, result, count);
+        });
     });
     if (watch.not_finite()) c.flag->raise();
 }
@@ -111,19 +121,19 @@ template <class T, class F, bool GATED> void backward_piece(const void *context,
     c.pieces.for_each(piece, [&](int64_t i, int64_t column, int64_t columns) {
         const T *dy = c.dy.at(i, column), *x = c.x.at(i, column), *up = GATED ? c.up.at(i, column) : nullptr;
         T *dx = c.dx.at(i, column), *dup = GATED ? c.dup.at(i, column) : nullptr;
-        for (int64_t j = 0; j < columns; j += LANES<T>) {
-            F f(load_part(x + j, columns - j));
-            Vector<T> dy_ = load_part(dy + j, columns - j), product = dy_;
+        along<T>(columns, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+            F f(load_part(x + j, count));
+            Vector<T> dy_ = load_part(dy + j, count), product = dy_;
             if (GATED) {
-                product *= load_part(up + j, columns - j);
+                product *= load_part(up + j, count);
                 Vector<T> dup_ = dy_ * f.factor() * f.decay;
                 watch.see(dup_);
-                store_part(dup + j, dup_, columns - j);
+                store_part(dup + j, dup_, count);
             }
             Vector<T> dx_ = product * f.decay * f.slope() * f.decay;
             watch.see(dx_);
-            store_part(dx + j, dx_, columns - j);
-        }
+            store_part(dx + j, dx_, count);
+        });
     });
     if (watch.not_finite()) c.flag->raise();
 }
@@ -134,7 +144,8 @@ Status run(int32_t activation, int32_t threads, const Context &c) {
     TaskBody body = activation == GELU        ? Body<T, Gelu<T>, GATED>::run
                     : activation == GELU_TANH ? Body<T, GeluTanh<T>, GATED>::run
                                               : Body<T, Silu<T>, GATED>::run;
-    Status status = parallel_for(c.pieces.count(), threads_for_elements(c.pieces.rows * c.pieces.n, threads), 0, body, &c);
+    threads = threads_for_elements(c.pieces.rows * c.pieces.n, threads);
+    Status status = parallel_for(c.pieces.count(), threads, 0, body, &c);
     return status == OK ? c.flag->status() : status;
 }
 
