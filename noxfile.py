@@ -240,7 +240,7 @@ def minimal(session: nox.Session) -> None:
     """Look into the wheel, and run the tests that need no other library on it."""
     session.run("python", "tests/programs/check_wheel.py", str(project_wheel(session)))
     session.run("pip", "uninstall", "--quiet", "--yes", "polyattn", silent=True)
-    session.install("-c", "constraints.txt", str(project_wheel(session)), "pytest", "hypothesis")
+    session.install("-c", "constraints.txt", str(project_wheel(session)), "pytest", "hypothesis", "hatchling")
     session.run("polyattn", "train", success_codes=[2])  # the command line is an extra; it says how to get it
     folders = ("tests/unit", "tests/backends/numpy", "tests/backends/native")
     session.run("pytest", *folders, *session.posargs, env=UNSELECTED)
