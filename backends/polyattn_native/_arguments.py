@@ -19,6 +19,7 @@ from polyattn.backend import (
     RelativePositionBias,
     StructuredBias,
     StructuredMask,
+    concrete,
     constant_result,
 )
 
@@ -70,7 +71,7 @@ def refusal(problem: Problem) -> str | None:
         return "an axis of features without elements is left to the generic kernel"
     if problem.dtype not in CODES:
         return f"the native library has no {problem.dtype}"
-    if problem.dropout and not 0 < round(65536 * problem.dropout) < 65536:
+    if problem.dropout and _drops_all_or_none(concrete(problem.dropout)):
         return "a dropout that keeps or drops all weights is left to the generic kernel"
     if not (isinstance(problem.scale, float | int) and isinstance(problem.softcap, float | int | None)):
         return "a traced number is left to the generic kernel"
@@ -79,11 +80,21 @@ def refusal(problem: Problem) -> str | None:
     return _refused_structure(problem) if problem.structured else None
 
 
+@constant_result
+def _drops_all_or_none(dropout: float) -> bool:
+    return not 0 < round(65536 * dropout) < 65536
+
+
+@constant_result
+def _are_steep(slopes: tuple[float, ...]) -> bool:
+    return not all(abs(slope) < STEEP for slope in slopes)
+
+
 def _refused_structure(problem: Problem) -> str | None:
     bias = problem.bias
     if isinstance(bias, StructuredBias) and not isinstance(bias, AlibiBias | RelativePositionBias):
         return f"a {type(bias).__name__} is left to the generic kernel"
-    if isinstance(bias, AlibiBias) and any(not abs(slope) < STEEP for slope in bias.slopes):
+    if isinstance(bias, AlibiBias) and _are_steep(concrete(bias.slopes)):
         return "slopes so steep that a bias may overflow are left to the generic kernel"
     if isinstance(problem.mask, StructuredMask):
         kinds = [type(mask) for mask in _masks(problem.mask)]

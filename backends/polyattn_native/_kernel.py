@@ -138,7 +138,9 @@ def _opaque(problem: Problem, *arrays: Array | None) -> bool:
     """Return whether torch traces, transforms or differentiates any of the arrays."""
     if problem.backend.name != "torch":
         return False
-    return bool(_opaque_function()(*arrays))
+    from polyattn_torch._fused import opaque, torch
+
+    return bool(torch.compiler.is_compiling() or opaque(*arrays))
 
 
 def _done(status: int, threads: int) -> bool:
@@ -157,13 +159,3 @@ def _forward() -> Callable[[Any], int]:
 def _backward_function() -> Callable[[Any], int]:
     return library().polyattn_attention_backward  # type: ignore[union-attr,no-any-return]
 
-
-@functools.cache
-def _opaque_function() -> Callable[..., bool]:
-    import torch
-    from polyattn_torch._fused import opaque
-
-    def is_opaque(*arrays: Array | None) -> bool:
-        return torch.compiler.is_compiling() or opaque(*arrays)
-
-    return is_opaque
