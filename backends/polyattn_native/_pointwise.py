@@ -9,27 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from polyattn.backend import Array
 
+from ._arrays import address, is_whole, layout_of, succeeded
 from ._library import library
-from ._threads import thread_count
 
 __all__ = ["operation"]
 
-CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}  # enum DType of cpp/abi.h
 GELU = {"none": 0, "tanh": 1}  # enum Activation of cpp/pointwise.cpp
 SILU = 2
-OK, NO_MEMORY = 0, 1
-ALONE = 2**15  # elements below which a second thread is never worth asking for
 NULL = None
-MEMORY = ctypes.c_char * 0
 
 
 def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
@@ -55,73 +49,6 @@ class AdamWStep(ctypes.Structure):
         (name, ctypes.c_double)
         for name in ("mean_decay", "square_decay", "factor", "inside", "outside", "decay", "least", "most")
     )
-
-
-class Layout(NamedTuple):
-    """Arrays of one shape and dtype as rows of n contiguous elements."""
-
-    dtype: int
-    rows: int
-    n: int
-    steps: tuple[int, ...]
-    """For each array, the distance between the first elements of neighbouring rows, in elements."""
-    threads: int
-
-
-def _layout(axes: int, *arrays: Array) -> Layout | None:
-    """Return how arrays lie in memory as rows of their last ``axes`` axes (0: of any length), or None."""
-    first = arrays[0]
-    dtype, shape, size = first.dtype, first.shape, first.size
-    if dtype not in CODES or not shape or size == 0:
-        return None
-    contiguous = True
-    for x in arrays:
-        if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or not x.flags.aligned:
-            return None
-        contiguous = contiguous and x.flags.c_contiguous
-    threads = 1 if size < ALONE else thread_count("numpy")
-    if contiguous:
-        n = math.prod(shape[len(shape) - axes :]) if axes else size
-        return Layout(CODES[dtype], size // n, n, (n,) * len(arrays), threads)
-    lead = len(shape) - max(axes, 1)
-    n = math.prod(shape[lead:])
-    steps = [_step(x, lead) for x in arrays]
-    if None in steps:
-        return None
-    return Layout(CODES[dtype], size // n, n, tuple(steps), threads)  # type: ignore[arg-type]  # none is None
-
-
-def _step(x: Array, lead: int) -> int | None:
-    """Return the distance between neighbouring rows, the axes from ``lead`` on, in elements; None if it varies."""
-    axes = [(size, stride) for size, stride in zip(x.shape, x.strides, strict=True)][::-1]
-    row = [(size, stride) for size, stride in axes[: x.ndim - lead] if size != 1]
-    rows = [(size, stride) for size, stride in axes[x.ndim - lead :] if size != 1]
-    if (row and (row[0][1] != x.itemsize or not _regular(row))) or not _regular(rows):
-        return None
-    stride = rows[0][1] if rows else 0
-    return None if stride % x.itemsize else stride // x.itemsize
-
-
-def _regular(axes: list[tuple[int, int]]) -> bool:
-    """Return whether axes, the last one first, are one axis with a constant stride."""
-    return all(outer == size * stride for (size, stride), (_, outer) in itertools.pairwise(axes))
-
-
-def _address(x: Array | None) -> int | None:
-    """Return where the elements of an array begin; ``x.ctypes.data`` takes four times as long."""
-    if x is None:
-        return NULL
-    try:
-        return ctypes.addressof(MEMORY.from_buffer(x))
-    except (TypeError, ValueError, BufferError):  # read-only, or not contiguous
-        return int(x.ctypes.data)
-
-
-def _succeeded(status: int, size: int) -> bool:
-    """Return whether the results are valid; raise MemoryError if there was no memory for ``size`` elements."""
-    if status == NO_MEMORY:
-        raise MemoryError(f"no memory for the native operation on {size} elements")
-    return status == OK
 
 
 class Operations:
@@ -176,39 +103,39 @@ class Operations:
         return self._gated_backward(SILU, dy, gate, up)
 
     def _activated(self, activation: int, x: Array, up: Array | None = None) -> Array | None:
-        layout = _layout(0, x) if up is None else _layout(0, x, up)
+        layout = layout_of(0, x) if up is None else layout_of(0, x, up)
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
         y = np.empty(x.shape, x.dtype)
         status = self._activation(
-            dtype, activation, threads, rows, n, _address(x), steps[0], _address(up), steps[-1], _address(y)
+            dtype, activation, threads, rows, n, address(x), steps[0], address(up), steps[-1], address(y)
         )
-        return y if _succeeded(status, x.size) else None
+        return y if succeeded(status, x.size) else None
 
     def _activated_backward(self, activation: int, dy: Array, x: Array) -> Array | None:
-        layout = _layout(0, dy, x)
+        layout = layout_of(0, dy, x)
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
         dx = np.empty(x.shape, x.dtype)
         status = self._activation_backward(
-            dtype, activation, threads, rows, n, _address(dy), steps[0], _address(x), steps[1], NULL, 0, _address(dx),
+            dtype, activation, threads, rows, n, address(dy), steps[0], address(x), steps[1], NULL, 0, address(dx),
             NULL,
         )  # fmt: skip
-        return dx if _succeeded(status, x.size) else None
+        return dx if succeeded(status, x.size) else None
 
     def _gated_backward(self, activation: int, dy: Array, gate: Array, up: Array) -> tuple[Array, Array] | None:
-        layout = _layout(0, dy, gate, up)
+        layout = layout_of(0, dy, gate, up)
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
         dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
         status = self._activation_backward(
-            dtype, activation, threads, rows, n, _address(dy), steps[0], _address(gate), steps[1], _address(up),
-            steps[2], _address(dgate), _address(dup),
+            dtype, activation, threads, rows, n, address(dy), steps[0], address(gate), steps[1], address(up),
+            steps[2], address(dgate), address(dup),
         )  # fmt: skip
-        return (dgate, dup) if _succeeded(status, gate.size) else None
+        return (dgate, dup) if succeeded(status, gate.size) else None
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -225,24 +152,24 @@ class Operations:
         return self._normalised_backward(1, dy, y, axis)
 
     def _normalised(self, logarithm: int, x: Array, axis: int) -> Array | None:
-        layout = _layout(1, x) if axis in (-1, x.ndim - 1) else None
+        layout = layout_of(1, x) if axis in (-1, x.ndim - 1) else None
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
         y = np.empty(x.shape, x.dtype)
-        status = self._softmax(dtype, logarithm, threads, rows, n, _address(x), steps[0], _address(y))
-        return y if _succeeded(status, x.size) else None
+        status = self._softmax(dtype, logarithm, threads, rows, n, address(x), steps[0], address(y))
+        return y if succeeded(status, x.size) else None
 
     def _normalised_backward(self, logarithm: int, dy: Array, y: Array, axis: int) -> Array | None:
-        layout = _layout(1, dy, y) if axis in (-1, y.ndim - 1) else None
+        layout = layout_of(1, dy, y) if axis in (-1, y.ndim - 1) else None
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
         dx = np.empty(y.shape, y.dtype)
         status = self._softmax_backward(
-            dtype, logarithm, threads, rows, n, _address(dy), steps[0], _address(y), steps[1], _address(dx)
+            dtype, logarithm, threads, rows, n, address(dy), steps[0], address(y), steps[1], address(dx)
         )
-        return dx if _succeeded(status, y.size) else None
+        return dx if succeeded(status, y.size) else None
 
     def layer_norm(
         self, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int
@@ -268,36 +195,40 @@ class Operations:
         self, centred: int, x: Array, weight: Array | None, bias: Array | None, eps: float, axes: int
     ) -> tuple[Array, Array, Array] | None:
         """Return y, x̂ and the root; for RMS norm, x̂ is y. Without weight and bias they are one array."""
-        layout = _layout(axes, x)
-        if layout is None or not _like_a_row(x, axes, weight, bias):
+        layout = layout_of(axes, x)
+        if layout is None:
             return None
         dtype, rows, n, (step,), threads = layout
+        if not (is_whole(weight, x, n) and is_whole(bias, x, n)):
+            return None
         y = xhat = np.empty(x.shape, x.dtype)
         root = np.empty((*x.shape[: x.ndim - axes], *(1,) * axes), x.dtype)
         if centred and not (weight is None and bias is None):
             xhat = np.empty(x.shape, x.dtype)
         status = self._norm(
-            dtype, centred, threads, rows, n, eps, _address(x), step, _address(weight), _address(bias), _address(y),
-            NULL if xhat is y else _address(xhat), _address(root),
+            dtype, centred, threads, rows, n, eps, address(x), step, address(weight), address(bias), address(y),
+            NULL if xhat is y else address(xhat), address(root),
         )  # fmt: skip
-        return (y, xhat, root) if _succeeded(status, x.size) else None
+        return (y, xhat, root) if succeeded(status, x.size) else None
 
     def _normed_backward(
         self, centred: int, dy: Array, x: Array, root: Array, weight: Array | None, bias: Array | None, axes: int
     ) -> tuple[Array, Array | None, Array | None] | None:
-        layout = _layout(axes, dy, x)
-        if layout is None or not _like_a_row(x, axes, weight, bias) or not _whole(root, x, layout.rows):
+        layout = layout_of(axes, dy, x)
+        if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
+        if not (is_whole(weight, x, n) and is_whole(bias, x, n) and is_whole(root, x, rows)):
+            return None
         dx = np.empty(x.shape, x.dtype)
         dweight, dbias = (None if p is None else np.empty(p.shape, p.dtype) for p in (weight, bias))
         wanted = (dweight is not None) + (dbias is not None)
         parts = np.empty(wanted * self._norm_parts(rows, n), x.dtype) if wanted else None
         status = self._norm_backward(
-            dtype, centred, threads, rows, n, _address(dy), steps[0], _address(x), steps[1], _address(root),
-            _address(weight), _address(dx), _address(dweight), _address(dbias), _address(parts),
+            dtype, centred, threads, rows, n, address(dy), steps[0], address(x), steps[1], address(root),
+            address(weight), address(dx), address(dweight), address(dbias), address(parts),
         )  # fmt: skip
-        return (dx, dweight, dbias) if _succeeded(status, x.size) else None
+        return (dx, dweight, dbias) if succeeded(status, x.size) else None
 
     # ---- AdamW ---------------------------------------------------------------------------------------------------
 
@@ -306,23 +237,12 @@ class Operations:
         squares: tuple[float, float],
     ) -> tuple[Array, Array, Array] | None:  # fmt: skip
         """Return the new parameter and moments; ``numbers`` are factor, inside, outside and decay."""
-        layout = _layout(0, theta, grad, mean, square)
+        layout = layout_of(0, theta, grad, mean, square)
         step = AdamWStep(*betas, *map(float, numbers), *squares)
         if layout is None or layout.rows != 1 or not (step.inside == 0 or squares[0] <= step.inside <= squares[1]):
             return None
         updated = np.empty(theta.shape, theta.dtype), np.empty(theta.shape, theta.dtype), np.empty_like(square)
-        inputs = (ctypes.c_void_p * 4)(*map(_address, (theta, grad, mean, square)))
-        outputs = (ctypes.c_void_p * 3)(*map(_address, updated))
+        inputs = (ctypes.c_void_p * 4)(*map(address, (theta, grad, mean, square)))
+        outputs = (ctypes.c_void_p * 3)(*map(address, updated))
         status = self._adamw(layout.dtype, layout.threads, layout.n, step, inputs, outputs)
-        return updated if _succeeded(status, theta.size) else None
-
-
-def _like_a_row(x: Array, axes: int, *parameters: Array | None) -> bool:
-    """Return whether the parameters that are given have the shape of a row, its dtype, and no gaps."""
-    return all(_whole(p, x, math.prod(x.shape[x.ndim - axes :])) for p in parameters if p is not None)
-
-
-def _whole(p: Array, x: Array, size: int) -> bool:
-    """Return whether an array has that size, the dtype of x, and no gaps."""
-    flags = p.flags
-    return type(p) is np.ndarray and p.size == size and p.dtype is x.dtype and flags.c_contiguous and flags.aligned
+        return updated if succeeded(status, theta.size) else None

@@ -83,6 +83,10 @@ def test_rows_may_come_in_pieces(contract: Any, xp: Any, make: Any, to_np: Any) 
     assert_close(to_np(largest), to_np(xp.max(x, axis=-1, keepdims=True)))
 
 
+def test_an_unknown_operation_is_left_to_polyattn(contract: Any, make: Any) -> None:
+    assert contract.operation("an operation of a later version", make([1.0, 2.0])) is None
+
+
 def test_has_the_functions_of_the_standard(xp: Any) -> None:
     needed = (
         "abs add all any arange argmax asarray astype bitwise_and bitwise_left_shift bitwise_or "
