@@ -58,7 +58,7 @@ def gradients(dout: Any, q: Any, k: Any, v: Any, kernel: str = "native", dlse: A
 
 
 def assert_same(found: Any, expected: Any, dtype: str = "float64") -> None:
-    for name, dx, want in zip("q k v bias sinks".split(), found, expected, strict=True):
+    for name, dx, want in zip(["q", "k", "v", "bias", "sinks"], found, expected, strict=True):
         assert (dx is None) == (want is None)
         if dx is not None:
             scale = max(1.0, float(np.abs(want).max()))  # some are zero but for rounding
