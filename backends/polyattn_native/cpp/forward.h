@@ -6,13 +6,15 @@
 #include "score_rows.h"
 #include "threads.h"
 
-/// The number of a call that do not depend on the task. All rows of the query heads of one key head are one list.
+/// The numbers of a call that do not depend on the task. All rows of the query heads of one key head are one list.
 template <class Element> struct Call {
     typedef Wide<Element> T;
 
     const Attention *a;
     int64_t groups, rows, chunk = 0;  // query heads of a key head; their rows; rows of a task
-    int64_t padded;                   // d_v, rounded up to whole vectors
+    int64_t splits = 1;               // of the keys of a chunk, over which tasks are split too
+    T *partial = nullptr;             // with splits, of each row the sums of each split: see partial_at
+    int64_t q_step, padded;           // d_k and d_v, rounded up to whole vectors
     bool values_in_place;             // the values are read without a packed copy
     bool has_addends;
     T factor;   // of the queries: the scores are then in units of log 2, or of the softcap
@@ -24,12 +26,18 @@ template <class Element> struct Call {
         const double log2_of_e = 1.44269504088896340736;
         groups = a->heads / a->kv_heads;
         rows = groups * a->n_q;
+        q_step = (a->d_k + LANES<T> - 1) / LANES<T> * LANES<T>;
         padded = (a->d_v + LANES<T> - 1) / LANES<T> * LANES<T>;
         values_in_place = sizeof(Element) == sizeof(T) && a->v.feature == 1 && a->d_v % LANES<T> == 0;
         has_addends = pairs_of<T>(*a, 0, 0).has_addends() || a->slopes;
         factor = static_cast<T>(a->softcap != 0 ? a->scale / a->softcap : a->scale * log2_of_e);
         softcap = static_cast<T>(a->softcap * log2_of_e);
         log2e = static_cast<T>(log2_of_e);
+    }
+
+    /// The sums of one split of row `row` of a key head of the whole batch: largest, total, then out (padded).
+    T *partial_at(int64_t kv_head, int64_t row, int64_t split) const {
+        return partial + ((kv_head * rows + row) * splits + split) * (padded + LANES<T>);
     }
 
     void doubt() const { __atomic_store_n(&doubts, 1, __ATOMIC_RELAXED); }
@@ -94,6 +102,3 @@ inline bool finish_row(const Call<Element> &call, int64_t item, int64_t head, in
     bool deep = row.largest < -Limits<T>::LARGE && row.total != 0;  // of a bias near the end of the range
     return sum_of<T>(zeros) == 0 && row.total < Limits<T>::LARGE && row.largest < Limits<T>::LARGE && !deep;
 }
-
-/// The forward of few rows on many keys, if it is one; returns whether it was.
-template <class Element> bool run_few(const Call<Element> &call, int threads, Status *status);

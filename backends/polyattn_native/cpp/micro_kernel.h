@@ -62,13 +62,20 @@ POLYATTN_INLINE void multiply_vectors(int vectors, const T *a, int64_t a_row, in
     multiply_block<T, R, 1, START>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
 }
 
-/// multiply_block for ROWS rows and any number of vectors: c (ROWS, vectors * LANES).
-template <class T, Start START>
-POLYATTN_INLINE void multiply_rows(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
+/// multiply_block for any number of vectors: c (R, vectors * LANES).
+template <class T, int R, Start START>
+POLYATTN_INLINE void multiply_tile(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
                                    int64_t n, T *c, int64_t c_row, const T *factor) {
     for (int64_t first = 0; first < vectors; first += VECTORS) {
         int now = vectors - first < VECTORS ? static_cast<int>(vectors - first) : VECTORS;
-        multiply_vectors<T, ROWS, START>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n, c + first * LANES<T>,
-                                         c_row, factor);
+        multiply_vectors<T, R, START>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n, c + first * LANES<T>, c_row,
+                                      factor);
     }
+}
+
+/// multiply_tile for ROWS rows.
+template <class T, Start START>
+POLYATTN_INLINE void multiply_rows(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
+                                   int64_t n, T *c, int64_t c_row, const T *factor) {
+    multiply_tile<T, ROWS, START>(vectors, a, a_row, a_step, b, b_row, n, c, c_row, factor);
 }
