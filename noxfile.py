@@ -7,8 +7,8 @@ and array-api-strict, and on cupy as well where a CUDA device exists.
 
 import ctypes
 import json
+import os
 import shutil
-import zipfile
 from pathlib import Path
 
 import nox
@@ -24,8 +24,12 @@ nox.options.sessions = ["lint", "typing", "minimal", "plugin", "interop", *SUITE
 PROJECT = nox.project.load_toml("pyproject.toml")
 CONSTRAINTS = Path("constraints.txt").resolve()
 KIT = ["-p", "polyattn.testing.plugin", "--pyargs", "polyattn.testing.conformance"]
-# Empty variables count as unset: a selection in the shell that starts nox must not affect the tests.
-UNSELECTED = {"POLYATTN_BACKEND": "", "POLYATTN_DEVICE": ""}
+# What needs each kernel in C++: the kit's checks of attention, and of what it is made of.
+ATTENTION = ("test_attention", "test_masks", "test_dropout", "test_caches", "test_extremes", "test_structure")
+# Empty variables count as unset: a selection in the shell that starts nox must not affect the tests. The native kernels
+# are required, so that no test passes without them by accident; POLYATTN_NATIVE=0 nox runs all without them.
+NATIVE = os.environ.get("POLYATTN_NATIVE") or "1"
+UNSELECTED = {"POLYATTN_BACKEND": "", "POLYATTN_DEVICE": "", "POLYATTN_NATIVE": NATIVE}
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -51,10 +55,28 @@ def cuda_extra() -> tuple[str, str]:
     return ("cuda13x" if version.value >= 13000 else "cuda12x"), ""
 
 
+def project_wheel(session: nox.Session) -> Path:
+    """Return the project's wheel, which is built once in a run of nox: zig alone takes 20 s to unpack."""
+    folder = Path(session.cache_dir).resolve() / "wheel"
+    if not BUILT:
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".")
+        BUILT.extend(folder.glob("*.whl"))
+    (wheel,) = BUILT
+    return wheel
+
+
+BUILT: list[Path] = []
+
+
 def install(session: nox.Session, extras: str, *requirements: str) -> None:
-    """Build the project's wheel and install it with these extras, all in the tested versions."""
+    """Install the project's wheel with these extras, all in the tested versions."""
+    wheel = project_wheel(session)
+    # In an environment of an earlier run pip would keep the wheel of that time, whose version is the same.
+    session.run("pip", "uninstall", "--quiet", "--yes", "polyattn", silent=True)
     # Python compiles modules when they are imported; compiling all of torch would take longer than the tests.
-    session.install("--no-compile", "-c", "constraints.txt", f".[{extras}]", *requirements)
+    project = f"polyattn[{extras}] @ {wheel.as_uri()}"
+    session.install("--no-compile", "-c", "constraints.txt", project, *requirements)
 
 
 def run_suite(session: nox.Session, backend: str) -> None:
@@ -64,8 +86,12 @@ def run_suite(session: nox.Session, backend: str) -> None:
     share = {"jax": ["-n", "2"], "numpy": ["-n", "2", "--dist", "loadfile"]}.get(backend, [])
     share = [] if session.posargs else share
     session.run("pytest", chosen, *share, *session.posargs, env=UNSELECTED)
-    if not session.posargs:
-        session.run("pytest", chosen, *share, *KIT, env=UNSELECTED)
+    if session.posargs:
+        return
+    session.run("pytest", chosen, *share, *KIT, env=UNSELECTED)
+    if backend == "numpy" and NATIVE != "0":
+        only = " or ".join(ATTENTION)
+        session.run("pytest", chosen, *share, *KIT, "-k", only, env={**UNSELECTED, "POLYATTN_NATIVE": "0"})
 
 
 @nox.session
@@ -211,30 +237,53 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def minimal(session: nox.Session) -> None:
-    """Build the wheel, look into it, and run the tests that need no other library on it."""
-    folder = Path(session.create_tmp()).resolve()
-    for old in folder.glob("*.whl"):
-        old.unlink()
-    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".")
-    (wheel,) = folder.glob("*.whl")
-    check_wheel(session, wheel)
-    session.install("-c", "constraints.txt", str(wheel), "pytest", "hypothesis")
+    """Look into the wheel, and run the tests that need no other library on it."""
+    session.run("python", "tests/programs/check_wheel.py", str(project_wheel(session)))
+    session.run("pip", "uninstall", "--quiet", "--yes", "polyattn", silent=True)
+    session.install("-c", "constraints.txt", str(project_wheel(session)), "pytest", "hypothesis", "hatchling")
     session.run("polyattn", "train", success_codes=[2])  # the command line is an extra; it says how to get it
-    session.run("pytest", "tests/unit", "tests/backends/numpy", *session.posargs, env=UNSELECTED)
+    folders = ("tests/unit", "tests/backends/numpy", "tests/backends/native")
+    session.run("pytest", *folders, *session.posargs, env=UNSELECTED)
 
 
-def check_wheel(session: nox.Session, wheel: Path) -> None:
-    """Check that the wheel has exactly the files of the source tree."""
-    sources = [(root, path) for root in ("src", "backends") for path in Path(root).rglob("*")]
-    expected = {
-        path.relative_to(root).as_posix()
-        for root, path in sources
-        if path.is_file() and path.suffix not in {".pyc", ".pyo"}
-    }
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    if packed != expected:
-        session.error(f"{wheel.name}: missing {sorted(expected - packed)}, unexpected {sorted(packed - expected)}")
-    session.log(f"{wheel.name}: {len(packed)} files, as in the source tree")
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build and check the wheels of all platforms; run the kernels for arm64 in an emulator if there is one.
+
+    Not part of the default checks. The wheels are in dist/; arguments after -- are platforms.
+    """
+    session.install("-c", "constraints.txt", *PROJECT["build-system"]["requires"])
+    platforms = session.run("python", "-c", PLATFORMS, silent=True).split()
+    folder = Path("dist").resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    build = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), ".")
+    for platform in session.posargs or platforms:
+        session.run(*build, env={"POLYATTN_PLATFORM": platform})
+    session.run("python", "tests/programs/check_wheel.py", *map(str, sorted(folder.glob("*.whl"))))
+    session.run("python", "tests/programs/native_numbers.py")
+
+
+PLATFORMS = "import sys; sys.path.insert(0, 'backends/polyattn_native'); import _targets; print(*_targets.TARGETS)"
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run the kit's checks of attention on the native kernels with GCC's sanitizers. Not part of the default checks."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        session.error("the sanitizers of this session are GCC's: g++ is missing")
+    install(session, "test", "ml_dtypes", "pytest-xdist")
+    folder = str(Path(session.create_tmp()).resolve() / "native")
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1")
+    own = ("--instruction-set", session.run("python", "-c", CHOSEN, silent=True, env=UNSELECTED).strip())
+    session.run("python", "-m", "polyattn_native._build", "--folder", folder, *own, "--", *flags)
+    runtime = session.run(compiler, "-print-file-name=libasan.so", external=True, silent=True).strip()
+    checked = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "POLYATTN_NATIVE_FOLDER": folder}
+    only = session.posargs or ["-k", " or ".join(ATTENTION)]
+    session.run("pytest", "--polyattn-backend=numpy", *KIT, *only, env=UNSELECTED | checked)
+
+
+CHOSEN = "import polyattn_native; print(polyattn_native.status().instruction_set)"
 
 
 @nox.session

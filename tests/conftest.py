@@ -121,8 +121,8 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path == HERE / "suites":
         return True
     chosen = config.getoption("--polyattn-backend") or "numpy"
-    # CuPy's tests need no device: NumPy stands in for it.
-    here = (chosen, "cupy") if chosen == "numpy" else (chosen,)
+    # CuPy's tests need no device: NumPy stands in for it. Those of the native kernels use NumPy, and torch beside it.
+    here = (chosen, "cupy", "native") if chosen == "numpy" else (chosen,)
     return True if collection_path.parent == HERE / "backends" and collection_path.name not in here else None
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError
+from polyattn_native import NativeKernel, note, operation
 
 from ._blocked_kernel import BlockedKernel
 from ._direct import DirectKernel
@@ -22,7 +23,7 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     array_modules = ("numpy",)
-    kernels = (DirectKernel(), BlockedKernel())
+    kernels = (NativeKernel(), DirectKernel(), BlockedKernel())
     lacks: ClassVar[Mapping[str, str]] = {
         "devices": "NumPy's arrays lie on the host",
         **dict.fromkeys(("autograd", "second_order", "forward_mode"), "NumPy does not differentiate, polyattn does"),
@@ -73,6 +74,10 @@ class NumpyBackend(Backend):
             return np.dtype(ml_dtypes.bfloat16)
         return np.dtype(super().dtype(name))
 
+    def notes(self, device: str | None = None) -> tuple[str, ...]:
+        """Say which native kernels there are."""
+        return (note("numpy"),)
+
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings: inf and NaN are valid results."""
         return np.errstate(all="ignore")
@@ -80,6 +85,10 @@ class NumpyBackend(Backend):
     def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
         """Apply the function to large arrays in pieces, on several threads."""
         return in_pieces(function, arrays, axes)
+
+    def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
+        """Compute it by the native library, if there is one and it has a kernel for these arrays."""
+        return operation(name, *arrays, **options)
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polyattn.backend import READY, Array, ArrayState, Backend, BackendMismatchError, DTypeError, Kernel, dtype_name
+from polyattn_native import note
 
 from ._modes import COMPILED, PLAIN, RECORDED, ignore_our_log, transformed
 
@@ -144,6 +145,10 @@ class TorchBackend(Backend):
         # Inside a transform the memory of a plain tensor is not readable either.
         readable = x.is_cpu and not traced and functorch.maybe_current_level() is None
         return ArrayState(unusable, captive, readable) if unusable or captive or not readable else READY
+
+    def notes(self, device: str | None = None) -> tuple[str, ...]:
+        """Say which native kernels there are for tensors on the CPU."""
+        return (note("torch"),) if device in (None, "cpu") else ()
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Record no autograd graph, and disable autocast, which would lower the precision."""

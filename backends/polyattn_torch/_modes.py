@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyattn.backend import Array, AttentionGrads, Kernel, Problem, RowStatistics, TiledKernel
+from polyattn_native import NativeKernel
 
 from ._kernel import FusedKernel
 
 __all__ = ["COMPILED", "PLAIN", "RECORDED", "ignore_our_log", "transformed"]
 
-FUSED, TILED = FusedKernel(), TiledKernel()
+NATIVE, FUSED, TILED = NativeKernel(), FusedKernel(), TiledKernel()
 
 
 class Recorded:
@@ -70,9 +71,9 @@ class Compiled:
         return attention_backward(self.name, dout, dlse, q, k, v, out, statistics, problem)
 
 
-PLAIN: Sequence[Kernel] = (FUSED,)
-RECORDED: Sequence[Kernel] = (Recorded(FUSED), Recorded(TILED))
-COMPILED: Sequence[Kernel] = (Compiled(FUSED), Compiled(TILED))
+PLAIN: Sequence[Kernel] = (NATIVE, FUSED)
+RECORDED: Sequence[Kernel] = (Recorded(NATIVE), Recorded(FUSED), Recorded(TILED))
+COMPILED: Sequence[Kernel] = (Compiled(NATIVE), Compiled(FUSED), Compiled(TILED))
 
 
 def ignore_our_log() -> None:

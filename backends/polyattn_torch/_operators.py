@@ -14,13 +14,13 @@ import torch
 from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Sizes, dtype_name
 
 from . import backend
-from ._modes import FUSED, TILED
+from ._modes import FUSED, NATIVE, TILED
 from ._nodes import Tensors
 from ._structures import structure_of, text_of
 
 __all__ = ["attention", "attention_backward"]
 
-KERNELS = {kernel.name: kernel for kernel in (FUSED, TILED)}
+KERNELS = {kernel.name: kernel for kernel in (NATIVE, FUSED, TILED)}
 SCHEMA = """
     Tensor? bias, Tensor? table, Tensor? sinks, Tensor? mask, Tensor? q_segments, Tensor? k_segments, Tensor? q_offsets,
     Tensor? lengths, Tensor? seeds, SymInt? q_offset, SymInt? key_lengths, int? seed, bool causal, SymInt? left,

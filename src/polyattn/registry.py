@@ -36,6 +36,7 @@ class BackendInfo:
     reason: str
     devices: tuple[str, ...]
     install: str
+    notes: tuple[str, ...] = ()
 
 
 class _Registry:
@@ -149,7 +150,7 @@ def looks_like_array(x: object) -> bool:
 
 
 def list_backends() -> list[BackendInfo]:
-    """Return name, distribution, version, state with its reason, devices and install command of every backend.
+    """Return name, distribution, version, state with its reason, devices, install command and notes of every backend.
 
     This loads every plugin, and each plugin checks its library.
 
@@ -193,13 +194,17 @@ def _info(plugin: Plugin) -> BackendInfo:
         return BackendInfo(plugin.name, plugin.distribution, "", "broken", str(error), (), "")
     status = _status(backend)
     devices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if status.state == "ready":
         try:
             devices = tuple(backend.devices())
+            notes = tuple(backend.notes())
         except Exception as cause:
-            status = Status("unavailable", status.version, f"its devices() raised {type(cause).__name__}: {cause}")
+            asked = "notes" if devices else "devices"
+            devices = ()
+            status = Status("unavailable", status.version, f"its {asked}() raised {type(cause).__name__}: {cause}")
     return BackendInfo(
-        plugin.name, plugin.distribution, status.version, status.state, status.reason, devices, status.install
+        plugin.name, plugin.distribution, status.version, status.state, status.reason, devices, status.install, notes
     )
 
 

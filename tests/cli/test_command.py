@@ -96,12 +96,13 @@ def test_backends_lists_each_with_its_state(command: Any) -> None:
             (line,) = [line for line in out.splitlines() if line.startswith(f"{name}: ")]
             assert info.reason in line
             assert info.install in line
+        assert all(f"{name}: {note}" in out.splitlines() for note in info.notes)
 
 
 def test_backends_as_json(command: Any) -> None:
     found = json.loads(command("backends", "--json").out)
     assert [entry["name"] for entry in found] == [info.name for info in pa.list_backends()]
-    assert {"name", "distribution", "version", "state", "reason", "devices", "install"} == found[0].keys()
+    assert {"name", "distribution", "version", "state", "reason", "devices", "install", "notes"} == found[0].keys()
 
 
 def test_check_runs_the_kit_on_a_backend(command: Any, backend: str) -> None:

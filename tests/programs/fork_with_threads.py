@@ -8,6 +8,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 import polyattn as pa
+from polyattn_native._threads import _blas_threads
 from polyattn_numpy import _blocked, _threads
 
 warnings.simplefilter("ignore", DeprecationWarning)  # newer Python warns of a fork with threads, which is the subject
@@ -28,11 +29,11 @@ caller.start()
 held.wait()
 child = os.fork()
 if child == 0:
-    alone = _threads._blas_threads() == 2 and np.array_equal(pa.attention(q, q, q), want)
-    os._exit(0 if alone and _threads._blas_threads() == 2 else 1)
+    alone = _blas_threads() == 2 and np.array_equal(pa.attention(q, q, q), want)
+    os._exit(0 if alone and _blas_threads() == 2 else 1)
 _, status = os.waitpid(child, 0)
 release.set()
 caller.join()
 assert os.waitstatus_to_exitcode(status) == 0
-assert _threads._blas_threads() == 2
+assert _blas_threads() == 2
 assert np.array_equal(pa.attention(q, q, q), want)

@@ -179,6 +179,32 @@ class Backend:
         """
         return function(*arrays)
 
+    def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
+        """Return the results of a pointwise or row operation by a kernel of the library's own, or None.
+
+        None, the fallback, means that polyattn's formula is computed: for operations, dtypes, strides and numbers that
+        the library has no kernel for. Results that overflow or lose precision are among these: the formulas keep
+        intermediate results in range. The operations, with their arrays, options and results::
+
+            gelu           x; approximate                          y
+            silu           x                                       y
+            geglu          gate, up; approximate                   y
+            swiglu         gate, up                                y
+            softmax        x; axis                                 y (float32 or float64)
+            log_softmax    x; axis                                 y (float32 or float64)
+            layer_norm     x, weight, bias; eps, axes              y, x̂, √(var + eps): the latter in float32 at least
+            rms_norm       x, weight; eps, axes                    y, √(mean(x²) + eps)
+
+            gelu_backward, silu_backward                dy, x; approximate               dx
+            geglu_backward, swiglu_backward             dy, gate, up; approximate        dgate, dup
+            softmax_backward, log_softmax_backward      dy, y; axis                      dx
+            layer_norm_backward                         dy, x̂, root, weight, bias; axes  dx, dweight, dbias
+            rms_norm_backward                           dy, x, root, weight; axes        dx, dweight
+
+            adamw          see AdamW._rule
+        """
+        return None
+
     def scan(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, length: int) -> tuple[Any, Any]:
         """Run ``carry, y = body(carry, i)`` for each i below ``length`` (at least 1), as ``jax.lax.scan`` does.
 
@@ -235,6 +261,13 @@ class Backend:
         both in :meth:`scope`. The fallback, None, is for libraries without automatic differentiation.
         """
         return None
+
+    def notes(self, device: str | None = None) -> tuple[str, ...]:
+        """Return lines for users about how the backend computes here: on a device, or on all that there are.
+
+        Optional parts that are in use, and why others are not. It must not raise.
+        """
+        return ()
 
     def synchronize(self, *arrays: Array) -> None:
         """Wait until the arrays are computed. The fallback is for libraries that compute synchronously."""

@@ -26,7 +26,7 @@ def backends(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List the backends: version, devices, state, and why one cannot be used."""
+    """List the backends: version, devices, state, why one cannot be used, and its native kernels."""
     found = registry.list_backends()
     answers = {b.name: _features(b) for b in found} if features else {}
     if json_output:
@@ -45,6 +45,8 @@ def backends(
     for b in found:
         if b.state != "ready":
             typer.echo(f"{b.name}: {b.reason}" + (f"; install it with: {b.install}" if b.install else ""))
+        for note in b.notes:
+            typer.echo(f"{b.name}: {note}")
 
 
 def _features(info: registry.BackendInfo) -> dict[str, Finding]:

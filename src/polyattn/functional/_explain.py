@@ -23,7 +23,10 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of :func:`explain`. ``refusals`` maps every other kernel to the reason why it would not run."""
+    """The result of :func:`explain`. ``refusals`` maps every other kernel to the reason why it would not run.
+
+    ``notes`` are the backend's: whether it has native kernels, or why not.
+    """
 
     backend: str
     device: str | None
@@ -33,12 +36,14 @@ class Explanation:
     forward_flops: int
     backward_flops: int
     bytes: int
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         moved = f", inputs moved from {self.moved_from}" if self.moved_from else ""
         lines = [
             f"kernel    {self.kernel}, on {self.backend} ({self.device}){moved}",
             *(f"not       {name}: {reason}" for name, reason in self.refusals.items()),
+            *(f"note      {note}" for note in self.notes),
             f"work      {self.forward_flops / 1e9:.3g} GFLOP forward, {self.backward_flops / 1e9:.3g} GFLOP backward",
             f"memory    {self.bytes / 2**20:.3g} MiB in and out",
         ]
@@ -93,7 +98,7 @@ def explain(
     elements = sum(math.prod(x.shape) for x in (q, k, v)) + results
     return Explanation(
         place.backend.name, place.device, None if place == home else str(home), chosen.name, refusals,
-        flops, flops * 5 // 2, elements * ITEMSIZE[dtype_name(q.dtype)],
+        flops, flops * 5 // 2, elements * ITEMSIZE[dtype_name(q.dtype)], place.backend.notes(place.device),
     )  # fmt: skip
 
 

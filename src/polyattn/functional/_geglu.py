@@ -30,12 +30,16 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array, *, approximate: str) -> tuple[Array, Saved]:
     """Return gate · Φ(gate) · up."""
-    return activation_forward(backend, GELU[approximate], gate, up), Saved(gate, up, approximate)
+    y = backend.operation("geglu", gate, up, approximate=approximate)
+    y = activation_forward(backend, GELU[approximate], gate, up) if y is None else y
+    return y, Saved(gate, up, approximate)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> GegluGrads:
     """Return dy · up · (Φ(gate) + gate · Φ′(gate)), and dy · gate · Φ(gate)."""
-    return GegluGrads(*gated_backward(backend, GELU[saved.approximate], dy, saved.gate, saved.up))
+    gate, up, approximate = saved
+    grads = backend.operation("geglu_backward", dy, gate, up, approximate=approximate)
+    return GegluGrads(*(gated_backward(backend, GELU[approximate], dy, gate, up) if grads is None else grads))
 
 
 OPERATION = Operation("geglu", forward, backward)

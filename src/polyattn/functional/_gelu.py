@@ -36,12 +36,14 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, x: Array, *, approximate: str) -> tuple[Array, Saved]:
     """Return x · Φ(x), Φ the normal distribution function or its tanh approximation."""
-    return activation_forward(backend, GELU[approximate], x), Saved(x, approximate)
+    y = backend.operation("gelu", x, approximate=approximate)
+    return activation_forward(backend, GELU[approximate], x) if y is None else y, Saved(x, approximate)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> GeluGrads:
     """Return dy · (Φ(x) + x · Φ′(x))."""
-    return GeluGrads(activation_backward(backend, GELU[saved.approximate], dy, saved.x))
+    dx = backend.operation("gelu_backward", dy, saved.x, approximate=saved.approximate)
+    return GeluGrads(activation_backward(backend, GELU[saved.approximate], dy, saved.x) if dx is None else dx)
 
 
 class Gelu:

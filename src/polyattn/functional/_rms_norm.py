@@ -42,6 +42,10 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, x: Array, weight: Array | None, *, eps: float, axes: int = 1) -> tuple[Array, Saved]:
     """Return x̂ · weight with x̂ = x / √(mean(x²) + eps), all in float32 at least."""
+    results = backend.operation("rms_norm", x, weight, eps=eps, axes=axes)
+    if results is not None:
+        y, root = results
+        return y, Saved(x, root, weight, axes)
     xp, (_, last, n) = backend.namespace(), trailing(x, axes)
 
     def formula(x: Array, *, scaled: bool = False) -> tuple[Array, Array]:
@@ -57,6 +61,9 @@ def forward(backend: Backend, x: Array, weight: Array | None, *, eps: float, axe
 def backward(backend: Backend, dy: Array, saved: Saved) -> RMSNormGrads:
     """Return dx = (dx̂ − x̂ · mean(dx̂ · x̂)) / √(mean(x²) + eps), and the sum for weight."""
     xp, (x, root, weight, axes) = backend.namespace(), saved
+    grads = backend.operation("rms_norm_backward", dy, x, root, weight, axes=axes)
+    if grads is not None:
+        return RMSNormGrads(*grads)
     rows, last, n = trailing(dy, axes)
     # y = x̂ · weight
     dweight = None

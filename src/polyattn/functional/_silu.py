@@ -26,12 +26,14 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, x: Array) -> tuple[Array, Saved]:
     """Return x · σ(x)."""
-    return activation_forward(backend, Silu, x), Saved(x)
+    y = backend.operation("silu", x)
+    return activation_forward(backend, Silu, x) if y is None else y, Saved(x)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> SiluGrads:
     """Return dy · (σ(x) + x · σ′(x))."""
-    return SiluGrads(activation_backward(backend, Silu, dy, saved.x))
+    dx = backend.operation("silu_backward", dy, saved.x)
+    return SiluGrads(activation_backward(backend, Silu, dy, saved.x) if dx is None else dx)
 
 
 class Activation(Protocol):

@@ -29,12 +29,14 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, gate: Array, up: Array) -> tuple[Array, Saved]:
     """Return gate · σ(gate) · up."""
-    return activation_forward(backend, Silu, gate, up), Saved(gate, up)
+    y = backend.operation("swiglu", gate, up)
+    return activation_forward(backend, Silu, gate, up) if y is None else y, Saved(gate, up)
 
 
 def backward(backend: Backend, dy: Array, saved: Saved) -> SwigluGrads:
     """Return dy · up · (σ(gate) + gate · σ′(gate)), and dy · gate · σ(gate)."""
-    return SwigluGrads(*gated_backward(backend, Silu, dy, saved.gate, saved.up))
+    grads = backend.operation("swiglu_backward", dy, *saved)
+    return SwigluGrads(*(gated_backward(backend, Silu, dy, *saved) if grads is None else grads))
 
 
 def gated_backward(

@@ -15,7 +15,7 @@ from ._prefix_mask import PrefixMask
 from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
 from ._records import Record, Structure, flatten
 from ._relative_positions import RelativePositionBias
-from ._structure import StructuredBias, StructuredMask
+from ._structure import BothMasks, StructuredBias, StructuredMask
 from ._tiled import TiledKernel, allowed_in, loops, tile_lengths, unrounded
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Array",
     "AttentionGrads",
     "BlockMask",
+    "BothMasks",
     "Kernel",
     "PrefixMask",
     "Problem",

@@ -47,9 +47,12 @@ class RelativePositionBias(StructuredBias):
 
     def gradient(self, dscores: Array, problem: Problem) -> Array:
         """Sum over each diagonal, then over the distances of each bucket: the backward of ``pairs``."""
+        return self.table_gradient(diagonal_sums(problem.xp, dscores), problem)
+
+    def table_gradient(self, values: Array, problem: Problem) -> Array:
+        """Return the gradient of the table from that of each distance, (…, H, distances)."""
         xp, heads = problem.xp, problem.sizes.heads
         buckets = self._buckets(problem)  # (…, distances)
-        values = diagonal_sums(xp, dscores)  # (…, H, distances)
         values = unbroadcast(xp, values, (*buckets.shape[:-1], *values.shape[-2:]))
         values = xp.reshape(xp.matrix_transpose(values), (math.prod(buckets.shape), heads))
         zeros = xp.zeros((self.num_buckets, heads), dtype=values.dtype, device=problem.native_device)
@@ -57,12 +60,19 @@ class RelativePositionBias(StructuredBias):
         dtable = problem.backend.index_add(zeros, index, values)  # (buckets, H)
         return dtable if problem.table is None else cast(xp, dtable, problem.table.dtype)
 
-    def _spread(self, problem: Problem, table: Any) -> Array:
-        """Return table[bucket] of every pair, ``(…, H, n_q, n_k)``."""
+    def by_distance(self, problem: Problem) -> Array:
+        """Return the bias of each distance, from that of the last query and first key upwards: (…, H, distances)."""
+        return self._by_distance(problem, problem.table)
+
+    def _by_distance(self, problem: Problem, table: Any) -> Array:
         xp, buckets = problem.xp, self._buckets(problem)  # (…, distances)
         values = xp.take(table, xp.reshape(buckets, (math.prod(buckets.shape),)), axis=0)
-        values = xp.matrix_transpose(xp.reshape(values, (*buckets.shape, table.shape[1])))  # (…, H, distances)
-        return along_diagonals(xp, values, problem.sizes.n_q, problem.sizes.n_k)
+        return xp.matrix_transpose(xp.reshape(values, (*buckets.shape, table.shape[1])))
+
+    def _spread(self, problem: Problem, table: Any) -> Array:
+        """Return table[bucket] of every pair, ``(…, H, n_q, n_k)``."""
+        values = self._by_distance(problem, table)
+        return along_diagonals(problem.xp, values, problem.sizes.n_q, problem.sizes.n_k)
 
     def _buckets(self, problem: Problem) -> Array:
         """Return the bucket of each distance, from that of the last query and first key upwards."""

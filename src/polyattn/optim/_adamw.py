@@ -107,6 +107,13 @@ class AdamW(Optimizer):
     def _rule(self, theta: Array, grad: Array, *rest: Array, backend: Backend) -> tuple[Array, ...]:
         xp = backend.namespace()
         mean, square, factor, inside, root_inside, outside, decay = rest
+        low, high = ORDINARY[dtype_name(theta.dtype)]
+        updated: tuple[Array, ...] | None = backend.operation(
+            "adamw", theta, grad, mean, square, factor, inside, outside, decay, betas=self.betas,
+            squares=(low * low, high * high),
+        )  # fmt: skip
+        if updated is not None:
+            return updated
         mean = mean * self.betas[0] + grad * (1.0 - self.betas[0])
         root, square = self._second_moment(grad, square, inside, root_inside, backend)
         numerator, denominator = mean, root + outside

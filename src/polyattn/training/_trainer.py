@@ -79,6 +79,7 @@ def train(
         # a second instead of 200.
         small = config.batch * config.sequence * config.width**2 < SMALL
         with threadpool_limits(1) if small else nullcontext(), Reporter(start, config.steps) as reporter:
+            reporter.say("; ".join([f"{where.backend} on {model.device}", *model.backend.notes(model.device)]))
             run = _Run(model, data, folder, reporter, checkpoint_every, start)
             return run.result(params, state)
 

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 
 import polyattn as pa
 from polyattn.testing import assert_close
+from polyattn_native._threads import _blas, _blas_threads, blas_limited
 from polyattn_numpy import _blocked, _threads
 
 
@@ -24,7 +25,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blas_threads() -> int:
-    return _threads._blas_threads()
+    return _blas_threads()
 
 
 def problem(n: int = 300) -> list[np.ndarray]:
@@ -33,7 +34,7 @@ def problem(n: int = 300) -> list[np.ndarray]:
 
 
 def test_the_blas_is_numpys_own() -> None:
-    assert "numpy" in _threads._blas().filepath
+    assert "numpy" in _blas().filepath
 
 
 def test_each_task_is_done_once_and_the_blas_has_one_thread_meanwhile() -> None:
@@ -105,7 +106,7 @@ def test_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     with threadpool_limits(4, user_api="blas"):
         monkeypatch.delenv("POLYATTN_NUM_THREADS", raising=False)
         assert _threads.thread_count() == 4
-        with _threads._guard.held():  # by another call: what it holds is not the limit
+        with blas_limited():  # by another call: what it holds is not the limit
             assert _threads.thread_count() == 4
         monkeypatch.setenv("POLYATTN_NUM_THREADS", "3")
         assert _threads.thread_count() == 3

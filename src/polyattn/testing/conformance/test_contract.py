@@ -33,6 +33,11 @@ def test_listed(contract: Any) -> None:
     assert info.distribution
 
 
+def test_notes_are_lines(contract: Any) -> None:
+    for device in (None, *contract.devices()):
+        assert all(isinstance(note, str) and note and "\n" not in note for note in contract.notes(device))
+
+
 def test_devices_are_addressable(contract: Any) -> None:
     assert contract.devices()
     for device in contract.devices():
@@ -76,6 +81,10 @@ def test_rows_may_come_in_pieces(contract: Any, xp: Any, make: Any, to_np: Any) 
     doubled, largest = contract.by_rows(lambda x: (x + x, xp.max(x, axis=-1, keepdims=True)), x)
     assert_close(to_np(doubled), to_np(x + x))
     assert_close(to_np(largest), to_np(xp.max(x, axis=-1, keepdims=True)))
+
+
+def test_an_unknown_operation_is_left_to_polyattn(contract: Any, make: Any) -> None:
+    assert contract.operation("an operation of a later version", make([1.0, 2.0])) is None
 
 
 def test_has_the_functions_of_the_standard(xp: Any) -> None:

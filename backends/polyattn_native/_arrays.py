@@ -1,0 +1,96 @@
+"""How NumPy arrays lie in memory, for native functions that read them as rows."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from polyattn.backend import Array
+
+from ._threads import thread_count
+
+__all__ = ["Layout", "address", "is_whole", "layout_of", "succeeded"]
+
+CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}  # enum DType of cpp/abi.h
+OK, NO_MEMORY = 0, 1  # enum Status
+ALONE = 2**15  # elements below which a second thread is never worth asking for
+MEMORY = ctypes.c_char * 0
+
+
+class Layout(NamedTuple):
+    """Arrays of one shape and dtype as rows of n contiguous elements."""
+
+    dtype: int
+    rows: int
+    n: int
+    steps: tuple[int, ...]
+    """For each array, the distance between the first elements of neighbouring rows, in elements."""
+    threads: int
+
+
+def layout_of(axes: int, *arrays: Array) -> Layout | None:
+    """Return how arrays lie in memory as rows of their last ``axes`` axes (0: of any length), or None."""
+    first = arrays[0]
+    dtype, shape, size = first.dtype, first.shape, first.size
+    if dtype not in CODES or not shape or size == 0:
+        return None
+    contiguous = True
+    for x in arrays:
+        if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or not x.flags.aligned:
+            return None
+        contiguous = contiguous and x.flags.c_contiguous
+    threads = 1 if size < ALONE else thread_count("numpy")
+    if contiguous:
+        n = math.prod(shape[len(shape) - axes :]) if axes else size
+        return Layout(CODES[dtype], size // n, n, (n,) * len(arrays), threads)
+    lead = len(shape) - max(axes, 1)
+    n = math.prod(shape[lead:])
+    steps = [_step(x, lead) for x in arrays]
+    if None in steps:
+        return None
+    return Layout(CODES[dtype], size // n, n, tuple(steps), threads)  # type: ignore[arg-type]  # none is None
+
+
+def _step(x: Array, lead: int) -> int | None:
+    """Return the distance between neighbouring rows, the axes from ``lead`` on, in elements; None if it varies."""
+    axes = [(size, stride) for size, stride in zip(x.shape, x.strides, strict=True)][::-1]
+    row = [(size, stride) for size, stride in axes[: x.ndim - lead] if size != 1]
+    rows = [(size, stride) for size, stride in axes[x.ndim - lead :] if size != 1]
+    if (row and (row[0][1] != x.itemsize or not _regular(row))) or not _regular(rows):
+        return None
+    stride = rows[0][1] if rows else 0
+    return None if stride % x.itemsize else stride // x.itemsize
+
+
+def _regular(axes: list[tuple[int, int]]) -> bool:
+    """Return whether axes, the last one first, are one axis with a constant stride."""
+    return all(outer == size * stride for (size, stride), (_, outer) in itertools.pairwise(axes))
+
+
+def address(x: Array | None) -> int | None:
+    """Return where the elements of an array begin; ``x.ctypes.data`` takes four times as long."""
+    if x is None:
+        return None
+    try:
+        return ctypes.addressof(MEMORY.from_buffer(x))
+    except (TypeError, ValueError, BufferError):  # read-only, or not contiguous
+        return int(x.ctypes.data)
+
+
+def succeeded(status: int, size: int) -> bool:
+    """Return whether the results are valid; raise MemoryError if there was no memory for ``size`` elements."""
+    if status == NO_MEMORY:
+        raise MemoryError(f"no memory for the native operation on {size} elements")
+    return status == OK
+
+
+def is_whole(p: Array | None, x: Array, size: int) -> bool:
+    """Return whether an array has that size, the dtype of x, and no gaps, or is absent."""
+    if p is None:
+        return True
+    flags = p.flags
+    return type(p) is np.ndarray and p.size == size and p.dtype is x.dtype and flags.c_contiguous and flags.aligned

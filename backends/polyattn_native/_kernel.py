@@ -1,0 +1,161 @@
+"""The native kernel of attention, for NumPy arrays and for torch's tensors on the CPU.
+
+The library computes one problem a call, in linear memory and on threads of its own. Where it reports that a result
+is not finite, or that an input is not, the generic kernel computes the problem, because it isolates excluded keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, AttentionGrads, Problem, RelativePositionBias, RowStatistics, TiledKernel, unbroadcast
+
+from ._arguments import Arguments, arguments, kept_axes, point_to, refusal, threads_of
+from ._library import library
+from ._structures import AttentionBackward
+from ._views import NAMES, address_of, empty, fill, readable, zeros
+
+__all__ = ["NativeKernel"]
+
+TILED = TiledKernel()
+OK, NO_MEMORY = 0, 1
+
+
+class NativeKernel:
+    """Attention by the library of this package."""
+
+    name = "native"
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support what the library can compute, if there is one for this machine."""
+        return refusal(problem)
+
+    def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
+        """Run the forward of the library; the generic kernel if it is in doubt, or if torch traces."""
+        if _opaque(problem, q, k, v):
+            return TILED.forward(q, k, v, problem)
+        q_, k_, v_ = readable(q), readable(k), readable(v)
+        given = arguments(q_, k_, v_, problem)
+        rows, structure = problem.sizes.scores[:-1], given.structure
+        wide = NAMES[structure.wide_dtype]
+        out = empty(q_, (*rows, problem.sizes.d_v))
+        statistics = RowStatistics(empty(q_, rows, wide), empty(q_, rows, wide))
+        structure.threads = threads_of(problem)
+        point_to(structure, q_, k_, v_, out, *statistics)
+        if _done(_forward()(ctypes.byref(structure)), structure.threads):
+            return out, statistics
+        return TILED.forward(q, k, v, problem)
+
+    def backward(
+        self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+        problem: Problem,
+    ) -> AttentionGrads:  # fmt: skip
+        """Run the backward of the library; the generic kernel if it is in doubt, or if torch traces."""
+        if not _opaque(problem, dout, dlse, q, k, v, out, *statistics):
+            grads = _backward(dout, dlse, q, k, v, out, statistics, problem)
+            if grads is not None:
+                return grads
+        return TILED.backward(dout, dlse, q, k, v, out, statistics, problem)
+
+
+def _backward(
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
+    problem: Problem,
+) -> AttentionGrads | None:  # fmt: skip
+    """Return the gradients, or None if the library is in doubt."""
+    q_, k_, v_, dout_, out_ = (readable(x) for x in (q, k, v, dout, out))
+    given, kept = arguments(q_, k_, v_, problem), kept_axes(problem.sizes.batch)
+    wide = NAMES[given.structure.wide_dtype]
+    largest, log_total = (_rows(x, wide) for x in statistics)
+    point_to(given.structure, q_, k_, v_, out_, largest, log_total)
+    fill(given.structure.out, out_, kept)
+    given.structure.threads = threads_of(problem)
+    call = AttentionBackward(given.structure)
+    fill(call.dout, dout_, kept)
+    if dlse is not None:
+        dlse_ = _rows(dlse, wide)
+        fill(call.dlse, dlse_, kept, ("head", "row"))
+    whole = [empty(x, (*problem.sizes.batch, *x.shape[-3:])) for x in (q_, k_, v_)]
+    for name, dx in zip(("dq", "dk", "dv"), whole, strict=True):
+        fill(getattr(call, name), dx, kept)
+    dbias = _bias_gradient(call, given, q_, problem, kept, wide)
+    dsinks = None if problem.sinks is None else np.empty((*problem.sizes.batch, problem.sizes.heads))
+    call.dsinks = None if dsinks is None else dsinks.ctypes.data
+    if not _done(_backward_function()(ctypes.byref(call)), given.structure.threads):
+        return None
+    dq, dk, dv = (unbroadcast(problem.xp, dx, x.shape) for dx, x in zip(whole, (q, k, v), strict=True))
+    return AttentionGrads(dq, dk, dv, _of_bias(dbias, problem), _of_sinks(dsinks, problem))
+
+
+def _bias_gradient(
+    call: AttentionBackward, given: Arguments, q: Array, problem: Problem, kept: tuple[int, ...], wide: str
+) -> Array | None:  # fmt: skip
+    """Allocate and describe the gradient of the bias, or of each distance."""
+    if given.distances is not None:
+        heads, distances = given.distances.shape[-2:]
+        dbias = zeros(q, (*problem.sizes.batch, heads, distances), wide)
+        fill(call.ddistances, dbias, kept, ("head", "row"))
+        return dbias
+    if problem.bias_array is None:
+        return None
+    dbias = zeros(q, tuple(problem.bias.shape), wide)
+    fill(call.dbias, dbias, kept)
+    return dbias
+
+
+def _of_bias(dbias: Array | None, problem: Problem) -> Array | None:
+    """Return the gradient of the bias, or of its table, in its dtype."""
+    if dbias is None:
+        return None
+    if isinstance(problem.bias, RelativePositionBias):
+        return problem.bias.table_gradient(dbias, problem)
+    return problem.xp.astype(dbias, problem.bias.dtype, copy=False)
+
+
+def _of_sinks(dsinks: Any, problem: Problem) -> Array | None:
+    """Sum the gradient of the sinks over the batch."""
+    if dsinks is None:
+        return None
+    total = dsinks.reshape(-1, dsinks.shape[-1]).sum(axis=0)
+    return problem.xp.astype(problem.backend.asarray(total), problem.sinks.dtype)
+
+
+def _rows(x: Array, wide: str) -> Array:
+    """Return numbers of rows as a contiguous array of the wide dtype."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x, dtype=wide)
+    import torch
+
+    return x.to(getattr(torch, wide)).contiguous()
+
+
+def _opaque(problem: Problem, *arrays: Array | None) -> bool:
+    """Return whether torch traces, transforms or differentiates any of the arrays."""
+    if problem.backend.name != "torch":
+        return False
+    from polyattn_torch._fused import opaque, torch
+
+    return bool(torch.compiler.is_compiling() or opaque(*arrays))
+
+
+def _done(status: int, threads: int) -> bool:
+    """Return whether the results are valid; raise MemoryError without memory for the buffers."""
+    if status == NO_MEMORY:
+        raise MemoryError(f"there is no memory for the buffers of attention on {threads} threads")
+    return status == OK
+
+
+@functools.cache
+def _forward() -> Callable[[Any], int]:
+    return library().polyattn_attention_forward  # type: ignore[union-attr,no-any-return]
+
+
+@functools.cache
+def _backward_function() -> Callable[[Any], int]:
+    return library().polyattn_attention_backward  # type: ignore[union-attr,no-any-return]
+

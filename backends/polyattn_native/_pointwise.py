@@ -1,0 +1,248 @@
+"""Pointwise and row operations on NumPy arrays by the native library.
+
+:func:`operation` is what ``Backend.operation`` describes. It returns None, so that polyattn's formula is computed, for
+arrays other than float32 and float64, arrays whose rows are not contiguous, and whenever the library finds that a
+result is not finite or that an intermediate result has left the range in which the plain formula is accurate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array
+
+from ._arrays import address, is_whole, layout_of, succeeded
+from ._library import library
+
+__all__ = ["operation"]
+
+GELU = {"none": 0, "tanh": 1}  # enum Activation of cpp/pointwise.cpp
+SILU = 2
+NULL = None
+
+
+def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
+    """Return the results of an operation, or None: see ``polyattn.backend.Backend.operation``."""
+    function = _operations().get(name)
+    return None if function is None else function(*arrays, **options)
+
+
+@functools.cache
+def _operations() -> Mapping[str, Callable[..., Any]]:
+    """Return the operations of the library by name; none if it cannot be used here."""
+    functions = library()
+    if isinstance(functions, str):
+        return {}
+    own = Operations(functions)
+    return {name: getattr(own, name) for name in vars(Operations) if not name.startswith("_")}
+
+
+class AdamWStep(ctypes.Structure):
+    """``struct AdamWStep`` of cpp/adamw.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_double)
+        for name in ("mean_decay", "square_decay", "factor", "inside", "outside", "decay", "least", "most")
+    )
+
+
+class Operations:
+    """The operations, under the names that they have in ``Backend.operation``."""
+
+    def __init__(self, functions: ctypes.CDLL) -> None:
+        code, count, pointer, real = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+        codes: list[type[Any]] = [code] * 3
+        sizes: list[type[Any]] = [count] * 2
+        rows: list[type[Any]] = [pointer, count]
+        self._activation = functions.polyattn_activation
+        self._activation.argtypes = [*codes, *sizes, *rows * 2, pointer]
+        self._activation_backward = functions.polyattn_activation_backward
+        self._activation_backward.argtypes = [*codes, *sizes, *rows * 3, *[pointer] * 2]
+        self._softmax = functions.polyattn_softmax
+        self._softmax.argtypes = [*codes, *sizes, *rows, pointer]
+        self._softmax_backward = functions.polyattn_softmax_backward
+        self._softmax_backward.argtypes = [*codes, *sizes, *rows * 2, pointer]
+        self._norm = functions.polyattn_norm
+        self._norm.argtypes = [*codes, *sizes, real, *rows, *[pointer] * 5]
+        self._norm_backward = functions.polyattn_norm_backward
+        self._norm_backward.argtypes = [*codes, *sizes, *rows * 2, *[pointer] * 6]
+        self._norm_parts = functions.polyattn_norm_parts
+        self._norm_parts.restype, self._norm_parts.argtypes = count, sizes
+        self._adamw = functions.polyattn_adamw
+        self._adamw.argtypes = [code, code, count, ctypes.POINTER(AdamWStep), pointer, pointer]
+
+    # ---- activations ---------------------------------------------------------------------------------------------
+
+    def gelu(self, x: Array, *, approximate: str) -> Array | None:
+        return self._activated(GELU[approximate], x)
+
+    def gelu_backward(self, dy: Array, x: Array, *, approximate: str) -> Array | None:
+        return self._activated_backward(GELU[approximate], dy, x)
+
+    def silu(self, x: Array) -> Array | None:
+        return self._activated(SILU, x)
+
+    def silu_backward(self, dy: Array, x: Array) -> Array | None:
+        return self._activated_backward(SILU, dy, x)
+
+    def geglu(self, gate: Array, up: Array, *, approximate: str) -> Array | None:
+        return self._activated(GELU[approximate], gate, up)
+
+    def geglu_backward(self, dy: Array, gate: Array, up: Array, *, approximate: str) -> tuple[Array, Array] | None:
+        return self._gated_backward(GELU[approximate], dy, gate, up)
+
+    def swiglu(self, gate: Array, up: Array) -> Array | None:
+        return self._activated(SILU, gate, up)
+
+    def swiglu_backward(self, dy: Array, gate: Array, up: Array) -> tuple[Array, Array] | None:
+        return self._gated_backward(SILU, dy, gate, up)
+
+    def _activated(self, activation: int, x: Array, up: Array | None = None) -> Array | None:
+        layout = layout_of(0, x) if up is None else layout_of(0, x, up)
+        if layout is None:
+            return None
+        dtype, rows, n, steps, threads = layout
+        y = np.empty(x.shape, x.dtype)
+        status = self._activation(
+            dtype, activation, threads, rows, n, address(x), steps[0], address(up), steps[-1], address(y)
+        )
+        return y if succeeded(status, x.size) else None
+
+    def _activated_backward(self, activation: int, dy: Array, x: Array) -> Array | None:
+        layout = layout_of(0, dy, x)
+        if layout is None:
+            return None
+        dtype, rows, n, steps, threads = layout
+        dx = np.empty(x.shape, x.dtype)
+        status = self._activation_backward(
+            dtype, activation, threads, rows, n, address(dy), steps[0], address(x), steps[1], NULL, 0, address(dx),
+            NULL,
+        )  # fmt: skip
+        return dx if succeeded(status, x.size) else None
+
+    def _gated_backward(self, activation: int, dy: Array, gate: Array, up: Array) -> tuple[Array, Array] | None:
+        layout = layout_of(0, dy, gate, up)
+        if layout is None:
+            return None
+        dtype, rows, n, steps, threads = layout
+        dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
+        status = self._activation_backward(
+            dtype, activation, threads, rows, n, address(dy), steps[0], address(gate), steps[1], address(up),
+            steps[2], address(dgate), address(dup),
+        )  # fmt: skip
+        return (dgate, dup) if succeeded(status, gate.size) else None
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def softmax(self, x: Array, *, axis: int) -> Array | None:
+        return self._normalised(0, x, axis)
+
+    def softmax_backward(self, dy: Array, y: Array, *, axis: int) -> Array | None:
+        return self._normalised_backward(0, dy, y, axis)
+
+    def log_softmax(self, x: Array, *, axis: int) -> Array | None:
+        return self._normalised(1, x, axis)
+
+    def log_softmax_backward(self, dy: Array, y: Array, *, axis: int) -> Array | None:
+        return self._normalised_backward(1, dy, y, axis)
+
+    def _normalised(self, logarithm: int, x: Array, axis: int) -> Array | None:
+        layout = layout_of(1, x) if axis in (-1, x.ndim - 1) else None
+        if layout is None:
+            return None
+        dtype, rows, n, steps, threads = layout
+        y = np.empty(x.shape, x.dtype)
+        status = self._softmax(dtype, logarithm, threads, rows, n, address(x), steps[0], address(y))
+        return y if succeeded(status, x.size) else None
+
+    def _normalised_backward(self, logarithm: int, dy: Array, y: Array, axis: int) -> Array | None:
+        layout = layout_of(1, dy, y) if axis in (-1, y.ndim - 1) else None
+        if layout is None:
+            return None
+        dtype, rows, n, steps, threads = layout
+        dx = np.empty(y.shape, y.dtype)
+        status = self._softmax_backward(
+            dtype, logarithm, threads, rows, n, address(dy), steps[0], address(y), steps[1], address(dx)
+        )
+        return dx if succeeded(status, y.size) else None
+
+    def layer_norm(
+        self, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int
+    ) -> tuple[Array, Array, Array] | None:
+        return self._normed(1, x, weight, bias, eps, axes)
+
+    def rms_norm(self, x: Array, weight: Array | None, *, eps: float, axes: int) -> tuple[Array, Array] | None:
+        results = self._normed(0, x, weight, None, eps, axes)
+        return None if results is None else (results[0], results[2])
+
+    def layer_norm_backward(
+        self, dy: Array, xhat: Array, root: Array, weight: Array | None, bias: Array | None, *, axes: int
+    ) -> tuple[Array, Array | None, Array | None] | None:
+        return self._normed_backward(1, dy, xhat, root, weight, bias, axes)
+
+    def rms_norm_backward(
+        self, dy: Array, x: Array, root: Array, weight: Array | None, *, axes: int
+    ) -> tuple[Array, Array | None] | None:
+        grads = self._normed_backward(0, dy, x, root, weight, None, axes)
+        return None if grads is None else grads[:2]
+
+    def _normed(
+        self, centred: int, x: Array, weight: Array | None, bias: Array | None, eps: float, axes: int
+    ) -> tuple[Array, Array, Array] | None:
+        """Return y, x̂ and the root; for RMS norm, x̂ is y. Without weight and bias they are one array."""
+        layout = layout_of(axes, x)
+        if layout is None:
+            return None
+        dtype, rows, n, (step,), threads = layout
+        if not (is_whole(weight, x, n) and is_whole(bias, x, n)):
+            return None
+        y = xhat = np.empty(x.shape, x.dtype)
+        root = np.empty((*x.shape[: x.ndim - axes], *(1,) * axes), x.dtype)
+        if centred and not (weight is None and bias is None):
+            xhat = np.empty(x.shape, x.dtype)
+        status = self._norm(
+            dtype, centred, threads, rows, n, eps, address(x), step, address(weight), address(bias), address(y),
+            NULL if xhat is y else address(xhat), address(root),
+        )  # fmt: skip
+        return (y, xhat, root) if succeeded(status, x.size) else None
+
+    def _normed_backward(
+        self, centred: int, dy: Array, x: Array, root: Array, weight: Array | None, bias: Array | None, axes: int
+    ) -> tuple[Array, Array | None, Array | None] | None:
+        layout = layout_of(axes, dy, x)
+        if layout is None:
+            return None
+        dtype, rows, n, steps, threads = layout
+        if not (is_whole(weight, x, n) and is_whole(bias, x, n) and is_whole(root, x, rows)):
+            return None
+        dx = np.empty(x.shape, x.dtype)
+        dweight, dbias = (None if p is None else np.empty(p.shape, p.dtype) for p in (weight, bias))
+        wanted = (dweight is not None) + (dbias is not None)
+        parts = np.empty(wanted * self._norm_parts(rows, n), x.dtype) if wanted else None
+        status = self._norm_backward(
+            dtype, centred, threads, rows, n, address(dy), steps[0], address(x), steps[1], address(root),
+            address(weight), address(dx), address(dweight), address(dbias), address(parts),
+        )  # fmt: skip
+        return (dx, dweight, dbias) if succeeded(status, x.size) else None
+
+    # ---- AdamW ---------------------------------------------------------------------------------------------------
+
+    def adamw(
+        self, theta: Array, grad: Array, mean: Array, square: Array, *numbers: Array, betas: tuple[float, float],
+        squares: tuple[float, float],
+    ) -> tuple[Array, Array, Array] | None:  # fmt: skip
+        """Return the new parameter and moments; ``numbers`` are factor, inside, outside and decay."""
+        layout = layout_of(0, theta, grad, mean, square)
+        step = AdamWStep(*betas, *map(float, numbers), *squares)
+        if layout is None or layout.rows != 1 or not (step.inside == 0 or squares[0] <= step.inside <= squares[1]):
+            return None
+        updated = np.empty(theta.shape, theta.dtype), np.empty(theta.shape, theta.dtype), np.empty_like(square)
+        inputs = (ctypes.c_void_p * 4)(*map(address, (theta, grad, mean, square)))
+        outputs = (ctypes.c_void_p * 3)(*map(address, updated))
+        status = self._adamw(layout.dtype, layout.threads, layout.n, step, inputs, outputs)
+        return updated if succeeded(status, theta.size) else None

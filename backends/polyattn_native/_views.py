@@ -1,0 +1,87 @@
+"""NumPy arrays and CPU tensors of torch as the library sees them: an address, and strides in elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polyattn.backend import Array, dtype_name
+
+from ._structures import BATCH_AXES
+from ._structures import Array as View
+
+__all__ = ["CODES", "NAMES", "address_of", "batch_strides", "code_of", "empty", "fill", "readable", "strides_of", "zeros"]
+
+CODES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+"""``enum DType`` of cpp/abi.h."""
+NAMES = {0: "float32", 1: "float64"}
+AXES = ("head", "row", "feature")
+
+
+def address_of(x: Array) -> int:
+    """Return the address of the first element."""
+    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr())
+
+
+def strides_of(x: Array) -> tuple[int, ...]:
+    """Return the strides in elements."""
+    if isinstance(x, np.ndarray):
+        size = x.itemsize
+        return tuple([step // size for step in x.strides])
+    return x.stride()  # type: ignore[no-any-return]
+
+
+def code_of(x: Array) -> int:
+    """Return the code of a dtype of floating-point numbers."""
+    return CODES[dtype_name(x.dtype)]
+
+
+def readable(x: Array) -> Array:
+    """Return the array, or a copy if it is misaligned or in another byte order, or if its negation is lazy."""
+    if isinstance(x, np.ndarray):
+        if x.flags.aligned and x.dtype.isnative:
+            return x
+        return np.array(x, dtype=x.dtype.newbyteorder("="))
+    if isinstance(x, np.generic):
+        return np.asarray(x)
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def empty(like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
+    """Return an uninitialised array of the library of ``like``, in its dtype or another one."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, like.dtype if dtype is None else dtype)
+    return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=_torch_dtype(dtype))
+
+
+def zeros(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """Return zeros of the library of ``like``."""
+    return np.zeros(shape, dtype) if isinstance(like, np.ndarray) else like.new_zeros(shape, dtype=_torch_dtype(dtype))
+
+
+def fill(view: View, x: Array, kept: tuple[int, ...], axes: tuple[str, ...] = AXES) -> None:
+    """Describe an array (batch…, axes…), of which any leading axis may be missing; broadcast axes get stride 0.
+
+    ``kept`` are the batch axes that the call has, as negative indices into the batch.
+    """
+    view.data = address_of(x)
+    shape, strides = x.shape, strides_of(x)
+    for name in reversed(axes):
+        if shape:
+            setattr(view, name, strides[-1] if shape[-1] != 1 else 0)
+            shape, strides = shape[:-1], strides[:-1]
+    if shape:
+        view.batch[:] = batch_strides(shape, strides, kept)
+
+
+def batch_strides(shape: tuple[int, ...], strides: tuple[int, ...], kept: tuple[int, ...]) -> list[int]:
+    """Return the strides of the batch axes of an array, of which leading ones may be missing."""
+    found = [strides[axis] if -axis <= len(shape) and shape[axis] != 1 else 0 for axis in kept]
+    return [0] * (BATCH_AXES - len(found)) + found
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)

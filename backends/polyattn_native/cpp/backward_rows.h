@@ -1,0 +1,278 @@
+// The rows of one head for the backward: memory, packed operands, row statistics, and the results.
+#pragma once
+
+#include "backward_tiles.h"
+
+namespace gradients {
+
+/// Two limits of the size of scores.
+enum Size { LARGE, OVERFLOWING };
+
+/// Up to LARGE, the rounding of two computations of a score changes a weight by less than 1e-6 of itself. From
+/// OVERFLOWING on, a score or a difference of two might not be finite.
+template <class T> constexpr T limit_of(Size size) {
+    return size == LARGE ? T(32) : sizeof(T) == 4 ? T(1e30) : T(1e270);
+}
+
+/// The operands and buffers of a head, in the arena.
+template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t n_k, Arena *arena) {
+    const Attention &a = call.forward;
+    Head<T> h{};
+    h.d_k = a.d_k, h.d_v = a.d_v;
+    h.wide_k = rounded_up(a.d_k, LANES<T>), h.wide_v = rounded_up(a.d_v, LANES<T>);
+    int64_t keys = rounded_up(n_k, ROWS), queries = rounded_up(a.n_q, PANEL<T>), rows = a.n_q + ROWS;
+    h.k = {arena->take<T>(keys * h.wide_k), h.wide_k};
+    h.q = {arena->take<T>(rows * h.wide_k), h.wide_k};
+    h.dout = {arena->take<T>(rows * h.wide_v), h.wide_v};
+    h.k_groups = arena->take<T>(keys * h.wide_k), h.v_groups = arena->take<T>(keys * h.wide_v);
+    h.q_panels = arena->take<T>(queries * h.wide_k), h.dout_panels = arena->take<T>(queries * h.wide_v);
+    h.dq = arena->take<T>(rows * h.wide_k);
+    h.dk = arena->take<T>(keys * h.wide_k), h.dv = arena->take<T>(keys * h.wide_v);
+    h.high = arena->take<T>(queries), h.low = arena->take<T>(queries), h.shift = arena->take<T>(queries);
+    h.weights = arena->take<T>(ROWS * QUERIES), h.dscores = arena->take<T>(KEYS * QUERIES);
+    bool capped = a.softcap != 0;
+    h.tangents = arena->take<T>(capped ? ROWS * QUERIES : 0);
+    bool addends = a.mask.data || a.q_segments.data || a.blocks.data || a.bias.data || a.slopes || a.distances.data;
+    h.added = arena->take<T>(addends ? KEYS * QUERIES : 0);
+    h.kept = arena->take<T>(a.drop_below ? KEYS * QUERIES : 0);
+    h.spare = arena->take<T>(greater(LANES<T> * KEYS, greater(h.wide_k, h.wide_v)));
+    h.softcap = static_cast<T>(a.softcap * LOG2_E);
+    return h;
+}
+
+/// Set the pairs and the bias gradients of a query head, and zero dq.
+template <class T> inline void set_head(const AttentionBackward &call, int64_t item, int64_t head, Head<T> *h) {
+    const Attention &a = call.forward;
+    h->pairs = pairs_of<T>(a, item, head);
+    h->addends = h->pairs.has_addends();
+    h->dbias = call.dbias.data ? head_of<T>(a, call.dbias, item, head) : nullptr;
+    h->dbias_row = call.dbias.row, h->dbias_key = call.dbias.feature;
+    h->ddistances = call.ddistances.data ? head_of<T>(a, call.ddistances, item, head) + a.n_q - 1 : nullptr;
+    memset(h->dq, 0, static_cast<size_t>((a.n_q + ROWS) * h->wide_k) * sizeof(T));
+}
+
+// ---- operands -------------------------------------------------------------------------------------------------------
+
+/// Copy rows (n, d) into rows of `wide` elements with zeros at their end, unless they are such rows already.
+template <class Element, class T>
+inline Matrix<T> rows_of(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
+    T *to = const_cast<T *>(room.rows);
+    if (sizeof(Element) == sizeof(T) && x.feature == 1 && x.row == d && d == room.step)
+        return {reinterpret_cast<const T *>(from), d};
+    for (int64_t i = 0; i < n; i++) {
+        read_row(from + i * x.row, x.feature, d, to + i * room.step);
+        for (int64_t c = d; c < room.step; c++) to[i * room.step + c] = 0;
+    }
+    return room;
+}
+
+/// panels[i / PANEL][c][i % PANEL] = factor * x[i][c], for n rows of d; the last panel is filled with zeros.
+template <class T> inline void pack_panels(const Matrix<T> &x, int64_t n, T factor, T *panels) {
+    constexpr int N = LANES<T>;
+    const int64_t wide = x.step;
+    for (int64_t i = 0; i < rounded_up(n, PANEL<T>); i += N) {
+        T *panel = panels + i / PANEL<T> * PANEL<T> * wide + i % PANEL<T>;
+        for (int64_t c = 0; c < wide; c += N) {
+            Vector<T> square[N];
+            for (int r = 0; r < N; r++) square[r] = i + r < n ? load(x.row(i + r) + c) * factor : Vector<T>{};
+            transpose<T>(square);
+            for (int r = 0; r < N; r++) store(panel + (c + r) * PANEL<T>, square[r]);
+        }
+    }
+}
+
+/// groups[j / ROWS][c][j % ROWS] = x[j * step + c], for n rows of d; the last group is filled with zeros.
+template <class T> inline void pack_groups(const Matrix<T> &x, int64_t n, int64_t d, T *groups) {
+    for (int64_t j = 0; j < rounded_up(n, ROWS); j += ROWS) {
+        T *group = groups + j * d;
+        for (int64_t r = 0; r < ROWS; r++) {
+            const T *row = x.row(j + r);
+            for (int64_t c = 0; c < d; c++) group[c * ROWS + r] = j + r < n ? row[c] : 0;
+        }
+    }
+}
+
+/// The largest Euclidean norm of n rows. Not finite if a number is not.
+template <class T> inline T largest_norm(const Matrix<T> &x, int64_t n) {
+    Vector<T> zeros{};
+    T largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        Vector<T> squares{};
+        for (int64_t c = 0; c < x.step; c += LANES<T>) squares += load(x.row(i) + c) * load(x.row(i) + c);
+        T square = sum_of<T>(squares);
+        largest = largest > square ? largest : square;
+        zeros += square * 0;
+    }
+    return square_root<T>(broadcast(largest))[0] + zeros[0];
+}
+
+/// Pack the keys and values of a task and zero their gradients; return the largest norm of a key.
+template <class Element>
+inline Wide<Element> pack_keys(const AttentionBackward &call, int64_t item, int64_t kv_head, Head<Wide<Element>> *h) {
+    typedef Wide<Element> T;
+    const Attention &a = call.forward;
+    const Element *k = head_of<Element>(a, a.k, item, kv_head) + h->first_key * a.k.row;
+    const Element *v = head_of<Element>(a, a.v, item, kv_head) + h->first_key * a.v.row;
+    h->k = rows_of(k, a.k, h->n_k, h->d_k, h->k);
+    pack_groups(h->k, h->n_k, h->d_k, h->k_groups);
+    Matrix<T> values = rows_of(v, a.v, h->n_k, h->d_v, Matrix<T>{h->dv, h->wide_v});  // dv is free until it is zeroed
+    pack_groups(values, h->n_k, h->d_v, h->v_groups);
+    int64_t keys = rounded_up(h->n_k, ROWS);
+    memset(h->dk, 0, static_cast<size_t>(keys * h->wide_k) * sizeof(T));
+    memset(h->dv, 0, static_cast<size_t>(keys * h->wide_v) * sizeof(T));
+    return largest_norm(h->k, h->n_k);
+}
+
+/// Pack the queries and dout of a head; return the largest norm of a query.
+template <class Element>
+inline Wide<Element> pack_queries(const AttentionBackward &call, int64_t item, int64_t head, Head<Wide<Element>> *h) {
+    typedef Wide<Element> T;
+    const Attention &a = call.forward;
+    double factor = a.softcap != 0 ? a.scale / a.softcap : a.scale * LOG2_E;
+    h->q = rows_of(head_of<Element>(a, a.q, item, head), a.q, a.n_q, h->d_k, h->q);
+    h->dout = rows_of(head_of<Element>(a, call.dout, item, head), call.dout, a.n_q, h->d_v, h->dout);
+    pack_panels(h->q, a.n_q, static_cast<T>(factor), h->q_panels);
+    pack_panels(h->dout, a.n_q, T(1), h->dout_panels);
+    return largest_norm(h->q, a.n_q);
+}
+
+// ---- row statistics -------------------------------------------------------------------------------------------------
+
+/// Set high + low = log2 of the sum of exponentials of a row; 0 in an empty row.
+inline void set_log2(float largest, float log_total, float *high, float *low) {
+    double sum = (double(largest) + double(log_total)) * LOG2_E;
+    *high = static_cast<float>(sum);
+    *low = static_cast<float>(sum - double(*high));
+}
+inline void set_log2(double largest, double log_total, double *high, double *low) {
+    constexpr double LOG2_E_LOW = 2.0355273740931033e-17;
+    *high = largest * LOG2_E;
+    *low = __builtin_fma(largest, LOG2_E, -*high) + largest * LOG2_E_LOW + log_total * LOG2_E;
+}
+
+/// The rows after the last query have no weights.
+template <class T> inline void end_statistics(Head<T> *h) {
+    for (int64_t i = h->pairs.n_q; i < rounded_up(h->pairs.n_q, PANEL<T>); i++)
+        h->high[i] = limit_of<T>(OVERFLOWING), h->low[i] = 0, h->shift[i] = 0;
+}
+
+/// Set high, low and shift from the forward's statistics and out; return false if scores are large.
+template <class Element>
+inline bool row_statistics(const AttentionBackward &call, int64_t item, int64_t head, Head<Wide<Element>> *h) {
+    typedef Wide<Element> T;
+    const Attention &a = call.forward;
+    const Element *out = head_of<Element>(a, a.out, item, head);
+    const T *dlse = call.dlse.data ? head_of<T>(a, call.dlse, item, head) : nullptr;
+    const T *largest = static_cast<const T *>(a.largest) + (item * a.heads + head) * a.n_q;
+    const T *log_total = static_cast<const T *>(a.log_total) + (item * a.heads + head) * a.n_q;
+    for (int64_t c = h->d_v; c < h->wide_v; c++) h->spare[c] = 0;
+    bool moderate = true;
+    for (int64_t i = 0; i < a.n_q; i++) {
+        bool empty = log_total[i] == -T(__builtin_inf());
+        set_log2(largest[i], empty ? T(0) : log_total[i], h->high + i, h->low + i);
+        moderate &= largest[i] <= limit_of<T>(LARGE) && largest[i] >= -limit_of<T>(LARGE);
+        read_row(out + i * a.out.row, a.out.feature, h->d_v, h->spare);
+        Vector<T> sums{};
+        for (int64_t c = 0; c < h->wide_v; c += LANES<T>) sums += load(h->spare + c) * load(h->dout.row(i) + c);
+        h->shift[i] = empty ? T(0) : (dlse ? dlse[i * call.dlse.row] : T(0)) - sum_of<T>(sums);
+    }
+    end_statistics(h);
+    return moderate;
+}
+
+/// Merge the scores and dweights of a group of keys, which are in h, into high (the largest), low (the sum) and shift
+/// (the sum of weight * dweight) of the queries [from, to); excluded scores are -inf.
+template <class T> inline void merge_group(const Head<T> &h, const Tile &t, int64_t group, int64_t from, int64_t to) {
+    const T excluded = -T(__builtin_inf());
+    for (int64_t i = from; i < to; i += LANES<T>) {
+        T *high = h.high + t.query + i, *low = h.low + t.query + i, *mean = h.shift + t.query + i;
+        Vector<T> before = load(high), most = before;
+        for (int64_t r = 0; r < ROWS; r++) most = maximum(most, load(h.weights + r * QUERIES + i));
+        Vector<T> base = most == excluded ? Vector<T>{} : most, factor = exp2_of(before - base);
+        Vector<T> total = load(low) * factor, products = load(mean) * factor;
+        for (int64_t r = 0; r < ROWS; r++) {
+            int64_t at = (group + r) * QUERIES + i;
+            Vector<T> weight = exp2_of(load(h.weights + r * QUERIES + i) - base), dweight = load(h.dscores + at);
+            if (h.pairs.drop_below) dweight *= load(h.kept + at);
+            total += weight;
+            products += weight == T(0) ? Vector<T>{} : weight * dweight;
+        }
+        store(high, most), store(low, total), store(mean, products);
+    }
+}
+
+/// The scores of a group of keys in units of log 2, -inf where excluded, in place of the products.
+template <class T> inline void scores_of_group(const Head<T> &h, const Tile &t, int64_t group, const Seen &seen) {
+    const T excluded = -T(__builtin_inf());
+    for (int64_t r = 0; r < ROWS; r++) {
+        KeyRow<T> row = row_of_key(h, t, group, r);
+        Range of_key = group + r < t.keys ? queries_of(h.pairs, h.first_key + t.key + group + r) : Range{0, 0};
+        for (int64_t i = seen.from; i < seen.to; i += LANES<T>) {
+            Vector<T> tangent, score = h.softcap != 0 ? score_of<T, true, false>(row, i, &tangent) : load(row.weights + i);
+            if (h.addends) {
+                Vector<T> addend = load(row.added + i);
+                score = addend == excluded ? addend : score + addend;
+            }
+            store(row.weights + i, score);
+        }
+        for (int64_t i = seen.from; i < seen.to; i++)
+            if (t.query + i < of_key.first || t.query + i >= of_key.stop) row.weights[i] = excluded;
+    }
+}
+
+/// Set high, low and shift from the scores of all keys of the task, for scores so large that those of another
+/// computation do not fit: two computations of a score round differently, and exp makes that a factor.
+template <class Element>
+inline void own_statistics(const AttentionBackward &call, int64_t item, int64_t head, Head<Wide<Element>> *h) {
+    typedef Wide<Element> T;
+    const Attention &a = call.forward;
+    const T *dlse = call.dlse.data ? head_of<T>(a, call.dlse, item, head) : nullptr;
+    T sink = a.sinks ? static_cast<const T *>(a.sinks)[head] * T(LOG2_E) : -T(__builtin_inf());
+    for (int64_t i = 0; i < rounded_up(a.n_q, PANEL<T>); i++)
+        h->high[i] = sink, h->low[i] = sink == -T(__builtin_inf()) ? 0 : 1, h->shift[i] = 0;
+    for_tiles(*h, [&](const Tile &t) {
+        for (int64_t group = 0; group < t.keys; group += ROWS) {
+            Seen seen = seen_by(*h, t, group);
+            if (seen.first >= seen.stop) continue;
+            products_of_group(*h, t, group, seen, h->weights, h->dscores + group * QUERIES);
+            scores_of_group(*h, t, group, seen);
+            merge_group(*h, t, group, seen.from, seen.to);
+        }
+    });
+    for (int64_t i = 0; i < a.n_q; i++) {
+        bool empty = h->high[i] == -T(__builtin_inf());
+        T mean = empty ? T(0) : h->shift[i] / h->low[i];
+        h->shift[i] = (dlse && !empty ? dlse[i * call.dlse.row] : T(0)) - mean;
+        h->high[i] = empty ? T(0) : h->high[i];
+        h->low[i] = empty ? T(0) : static_cast<T>(log_of(double(h->low[i])) * LOG2_E);
+    }
+    end_statistics(h);
+}
+
+/// The gradient of a sink: sum over the rows of weight of the sink * shift.
+template <class T> inline double sink_gradient(const Head<T> &h, T sink) {
+    double total = 0;
+    for (int64_t i = 0; i < h.pairs.n_q; i++)
+        total += double(exp2_of((T(sink * LOG2_E) - h.high[i]) - h.low[i])) * double(h.shift[i]);
+    return total;
+}
+
+// ---- results --------------------------------------------------------------------------------------------------------
+
+/// Write scale * rows (n, d) to a head of an array; return whether all numbers are finite.
+template <class Element, class T>
+inline bool write_rows(T *rows, int64_t wide, int64_t n, int64_t d, T scale, Element *to, const Array &x) {
+    Vector<T> zeros{};
+    for (int64_t i = 0; i < n; i++) {
+        T *row = rows + i * wide;
+        for (int64_t c = 0; c < wide; c += LANES<T>) {
+            Vector<T> scaled = load(row + c) * scale;
+            store(row + c, scaled);
+            zeros += scaled * T(0);
+        }
+        write_row(row, d, to + i * x.row, x.feature);
+    }
+    return sum_of<T>(zeros) == 0;
+}
+
+}  // namespace gradients
