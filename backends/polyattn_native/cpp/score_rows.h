@@ -26,15 +26,15 @@ template <class T> POLYATTN_INLINE T exponentials_in(T *scores, int64_t vectors,
     Vector<T> base = broadcast(largest), sum{}, other{};
     int64_t v = 0;
     for (; v + 2 <= vectors; v += 2) {
-        Vector<T> a = exp2_of(load(scores + v * LANES<T>) - base);
-        Vector<T> b = exp2_of(load(scores + (v + 1) * LANES<T>) - base);
+        Vector<T> a = exp2_below(load(scores + v * LANES<T>) - base);
+        Vector<T> b = exp2_below(load(scores + (v + 1) * LANES<T>) - base);
         store(scores + v * LANES<T>, a);
         store(scores + (v + 1) * LANES<T>, b);
         sum += a;
         other += b;
     }
     if (v < vectors) {
-        Vector<T> a = exp2_of(load(scores + v * LANES<T>) - base);
+        Vector<T> a = exp2_below(load(scores + v * LANES<T>) - base);
         store(scores + v * LANES<T>, a);
         sum += a;
     }
