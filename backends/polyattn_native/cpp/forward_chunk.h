@@ -67,6 +67,7 @@ template <class Element> void begin(Chunk<Element> *c) {
     c->k = rows_of<Element>(a, a.k, c->item, c->kv_head), c->v = rows_of<Element>(a, a.v, c->item, c->kv_head);
     int64_t head = -1, query = c->first % a.n_q, number = c->kv_head * call.groups + c->first / a.n_q;
     Running<T> start = {-T(__builtin_inf()), 0};
+    Magnitude<T> most;  // in a register
     for (int64_t r = 0; r < c->count; r++, query++) {
         if (r == 0 || query == a.n_q) {
             if (r > 0) query = 0, number++;
@@ -75,9 +76,10 @@ template <class Element> void begin(Chunk<Element> *c) {
         }
         c->rows[r] = {head, query, keys_of(c->heads[head].pairs, query), start};
         T *q = c->q + r * call.q_step;
-        pack_scaled(c->heads[head].q, query, a.d_k, call.factor, q, &c->q_most);
+        pack_scaled(c->heads[head].q, query, a.d_k, call.factor, q, &most);
         for (int64_t f = a.d_k; f < call.q_step; f++) q[f] = 0;
     }
+    c->q_most = most;
     int64_t padded = (c->count + ROWS - 1) / ROWS * ROWS;
     memset(c->q + c->count * call.q_step, 0, sizeof(T) * (padded - c->count) * call.q_step);
     memset(c->out, 0, sizeof(T) * padded * call.padded);
