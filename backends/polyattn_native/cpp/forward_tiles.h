@@ -20,12 +20,12 @@ template <class Element> void multiply_keys(Chunk<Element> *c, int64_t row, int6
 template <class T> POLYATTN_INLINE Vector<T> dot_products(const T *q, const T *keys, int64_t step, int64_t there, int64_t d) {
     Vector<T> sums[LANES<T>];
     POLYATTN_UNROLL
-    for (int i = 0; i < LANES<T>; i++) sums[i] = Vector<T>{};
-    for (int64_t f = 0; f < d; f += LANES<T>) {
-        Vector<T> of_q = load(q + f);
-        POLYATTN_UNROLL
-        for (int i = 0; i < LANES<T>; i++)
-            if (i < there) sums[i] += of_q * load(keys + i * step + f);
+    for (int i = 0; i < LANES<T>; i++) {  // in the order of memory, which the CPU reads ahead
+        sums[i] = Vector<T>{};
+        if (i >= there) continue;
+        for (int64_t f = 0; f < d; f += LANES<T>) {
+            sums[i] += load(q + f) * load(keys + i * step + f);
+        }
     }
     return sums_of<T>(sums);
 }
