@@ -126,3 +126,12 @@ POLYATTN_EXPORT int32_t polyattn_attention_forward(const Attention *a) {
     default: return run<float>(*a);
     }
 }
+
+/// The same with other arrays of the same layout: many calls differ in nothing else.
+POLYATTN_EXPORT int32_t polyattn_attention_forward_at(const Attention *a, void *q, void *k, void *v, void *out,
+                                                      void *largest, void *log_total, int32_t threads) {
+    Attention here = *a;
+    here.q.data = q, here.k.data = k, here.v.data = v, here.out.data = out;
+    here.largest = largest, here.log_total = log_total, here.threads = threads;
+    return polyattn_attention_forward(&here);
+}
