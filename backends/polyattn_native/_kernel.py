@@ -111,28 +111,31 @@ def _bias_gradient(
         dbias = zeros(q, (*problem.sizes.batch, heads, distances), wide)
         fill(call.ddistances, dbias, kept, ("head", "row"))
         return dbias
-    if problem.bias_array is None:
+    bias: Any = problem.bias_array
+    if bias is None:
         return None
-    dbias = zeros(q, tuple(problem.bias.shape), wide)
+    dbias = zeros(q, tuple(bias.shape), wide)
     fill(call.dbias, dbias, kept)
     return dbias
 
 
 def _of_bias(dbias: Array | None, problem: Problem) -> Array | None:
     """Return the gradient of the bias, or of its table, in its dtype."""
+    bias: Any = problem.bias
     if dbias is None:
         return None
-    if isinstance(problem.bias, RelativePositionBias):
-        return problem.bias.table_gradient(dbias, problem)
-    return problem.xp.astype(dbias, problem.bias.dtype, copy=False)
+    if isinstance(bias, RelativePositionBias):
+        return bias.table_gradient(dbias, problem)
+    return problem.xp.astype(dbias, bias.dtype, copy=False)
 
 
 def _of_sinks(dsinks: Any, problem: Problem) -> Array | None:
     """Sum the gradient of the sinks over the batch."""
+    sinks: Any = problem.sinks
     if dsinks is None:
         return None
     total = dsinks.reshape(-1, dsinks.shape[-1]).sum(axis=0)
-    return problem.xp.astype(problem.backend.asarray(total), problem.sinks.dtype)
+    return problem.xp.astype(problem.backend.asarray(total), sinks.dtype)
 
 
 def _rows(x: Array, wide: str) -> Array:
@@ -148,7 +151,9 @@ def _opaque(problem: Problem, *arrays: Array | None) -> bool:
     """Return whether torch traces, transforms or differentiates any of the arrays."""
     if problem.backend.name != "torch":
         return False
-    from polyattn_torch._fused import opaque, torch
+    import torch
+
+    from polyattn_torch._fused import opaque
 
     return bool(torch.compiler.is_compiling() or opaque(*arrays))
 
@@ -160,11 +165,13 @@ def _expect_memory(status: int, threads: int) -> None:
 
 @functools.cache
 def _forward_at() -> Callable[..., int]:
-    function = library().polyattn_attention_forward_at  # type: ignore[union-attr]
+    functions: Any = library()
+    function = functions.polyattn_attention_forward_at
     function.argtypes = (ctypes.POINTER(Attention), *[ctypes.c_void_p] * 6, ctypes.c_int32)
     return function  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _backward_function() -> Callable[[Any], int]:
-    return library().polyattn_attention_backward  # type: ignore[union-attr,no-any-return]
+    functions: Any = library()
+    return functions.polyattn_attention_backward  # type: ignore[no-any-return]

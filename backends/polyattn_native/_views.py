@@ -39,7 +39,7 @@ def address_of(x: Array) -> int:
     if not isinstance(x, np.ndarray):
         return int(x.data_ptr())
     try:
-        return ctypes.addressof(MEMORY.from_buffer(x))
+        return ctypes.addressof(MEMORY.from_buffer(x))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # read-only or not contiguous: five times slower
         return int(x.ctypes.data)
 
