@@ -8,6 +8,7 @@
 #include "forward_tiles.h"
 #include "system.h"
 
+namespace forward {
 namespace {
 
 constexpr int64_t CHUNK_BYTES = 400 << 10;  // of the queries and sums of a chunk
@@ -116,14 +117,15 @@ template <class Element> Status run(const Attention &a) {
 }
 
 }  // namespace
+}  // namespace forward
 
 /// Compute out, largest and log_total.
 POLYATTN_EXPORT int32_t polyattn_attention_forward(const Attention *a) {
     switch (a->dtype) {
-    case FLOAT64: return run<double>(*a);
-    case FLOAT16: return run<Half>(*a);
-    case BFLOAT16: return run<Bfloat>(*a);
-    default: return run<float>(*a);
+    case FLOAT64: return forward::run<double>(*a);
+    case FLOAT16: return forward::run<Half>(*a);
+    case BFLOAT16: return forward::run<Bfloat>(*a);
+    default: return forward::run<float>(*a);
     }
 }
 

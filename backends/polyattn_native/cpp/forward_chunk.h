@@ -3,6 +3,8 @@
 
 #include "forward.h"
 
+namespace forward {
+
 constexpr int KEYS = 512;              // of a block
 constexpr int GROUP = 2 * ROWS;        // rows whose scores of a block are in the cache at a time
 constexpr int SCORES_ROW = KEYS + 16;  // not a power of two, so that rows do not fall on the same cache lines
@@ -114,3 +116,5 @@ template <class Element> void pack_block(Chunk<Element> *c, int64_t block, int64
                       c->values + p * PANEL<T> * call.padded);
     }
 }
+
+}  // namespace forward

@@ -3,6 +3,8 @@
 
 #include "forward_chunk.h"
 
+namespace forward {
+
 /// scores (rows, n) of ROWS or GROUP rows from row `row`, for the n keys from panel `panel` of the block on.
 template <class Element> void multiply_keys(Chunk<Element> *c, int64_t row, int64_t rows, int64_t panel, int64_t n) {
     typedef Wide<Element> T;
@@ -139,3 +141,5 @@ template <class Element> void add_block(Chunk<Element> *c, int64_t row, int64_t 
         p = end;
     }
 }
+
+}  // namespace forward

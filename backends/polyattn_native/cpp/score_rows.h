@@ -3,6 +3,8 @@
 
 #include "softcap.h"
 
+namespace forward {
+
 /// The running sums of a row of attention: scores so far have the largest value `largest`, and sum to `total`.
 template <class T> struct Running {
     T largest;  // -inf before the first score; in units of log 2
@@ -77,3 +79,5 @@ template <class T> POLYATTN_INLINE void exclude_outside(T *scores, int64_t first
     for (int64_t x = 0; x < first && x < length; x++) scores[x] = excluded;
     for (int64_t x = stop > 0 ? stop : 0; x < length; x++) scores[x] = excluded;
 }
+
+}  // namespace forward
