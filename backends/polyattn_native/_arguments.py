@@ -31,8 +31,8 @@ from ._views import CODES, NAMES, address_of, batch_strides, code_of, empty, fil
 
 __all__ = ["Arguments", "arguments", "kept_axes", "point_to", "refusal", "threads_of"]
 
-LIMIT = 2**29
-"""Positions are at most this large, as in polyattn's generic kernel."""
+LIMIT = 2**38
+"""Positions are at most this large, so that sums of a position, a length and a distance are exact."""
 WORTHWHILE = 4e6
 """Floating-point operations below which the library uses one thread anyhow."""
 STEEP = 1e15
@@ -221,7 +221,7 @@ def _fill_numbers(
     structure.out.batch[:] = steps[:BATCH_AXES]
     structure.out.head, structure.out.row, structure.out.feature = steps[BATCH_AXES:]
     structure.scale, structure.softcap, structure.keep_scale = scale, softcap or 0.0, 1.0
-    structure.left, structure.right = (UNLIMITED if x is None else max(-LIMIT, min(x, LIMIT)) for x in reach)
+    structure.left, structure.right = (UNLIMITED if x is None or x >= LIMIT else x for x in reach)
     structure.q_offset.value = max(-LIMIT, min(q_offset, LIMIT))
     structure.key_lengths.value = UNLIMITED if key_lengths is None else key_lengths
     structure.prefix.value = UNLIMITED
