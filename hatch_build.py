@@ -38,7 +38,7 @@ class NativeBuildHook(BuildHookInterface):
             manifest = build.build(folder, chosen)
             names = [targets.MANIFEST, *manifest["files"]]
             self.app.display_info(f"native kernels for {manifest['platform']}, by {manifest['compiler']}")
-        except build.BuildError as error:
+        except (build.BuildError, OSError) as error:
             if chosen:
                 raise
             build.give_reason(folder, str(error))

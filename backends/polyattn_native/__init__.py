@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from ._kernel import NativeKernel
 from ._library import Library, library, note, status
-from ._pointwise import operation
+from ._pointwise import operation, operations
 
-__all__ = ["Library", "NativeKernel", "library", "note", "operation", "status"]
+__all__ = ["Library", "NativeKernel", "library", "note", "operation", "operations", "status"]

@@ -17,6 +17,7 @@ from polyattn.backend import (
     PrefixMask,
     Problem,
     RelativePositionBias,
+    Sizes,
     StructuredBias,
     StructuredMask,
     concrete,
@@ -30,8 +31,8 @@ from ._views import CODES, NAMES, address_of, batch_strides, code_of, empty, fil
 
 __all__ = ["Arguments", "arguments", "kept_axes", "point_to", "refusal", "threads_of"]
 
-LIMIT = 2**29
-"""Positions are at most this large, as in polyattn's generic kernel."""
+LIMIT = 2**38
+"""Positions are at most this large, so that sums of a position, a length and a distance are exact."""
 WORTHWHILE = 4e6
 """Floating-point operations below which the library uses one thread anyhow."""
 STEEP = 1e15
@@ -115,26 +116,44 @@ def _masks(mask: StructuredMask) -> Iterator[StructuredMask]:
 # ---- the structure --------------------------------------------------------------------------------------------------
 
 
-def arguments(q: Array, k: Array, v: Array, problem: Problem) -> Arguments:
-    """Return the structure with all but the addresses of q, k, v and the results."""
-    if all(getattr(problem, name) is None for name in ("mask", "bias", "sinks", "q_segments")) and not problem.dropout:
-        if isinstance(problem.q_offset, int) and isinstance(problem.key_lengths, int | None):
-            layout = (strides_of(q), strides_of(k), strides_of(v), q.shape, k.shape, v.shape)
-            numbers = (problem.scale, problem.softcap, problem.reach, problem.q_offset, problem.key_lengths)
-            code = _numbers_only(code_of(q), problem.sizes, numbers, layout)
-            return Arguments(Attention.from_buffer_copy(code), ())
-    return _filled(q, k, v, problem)
+def _shared(q: Array, k: Array, v: Array, problem: Problem) -> Attention | None:
+    """Return the structure of a problem that has no other arrays than q, k and v, without their addresses.
+
+    It is shared by all calls with the same numbers and layout. None for other problems.
+    """
+    if (
+        problem.mask is not None or problem.bias is not None or problem.sinks is not None or problem.dropout
+        or problem.q_segments is not None or not isinstance(problem.q_offset, int)
+        or not isinstance(problem.key_lengths, int | None)
+    ):  # fmt: skip
+        return None
+    if isinstance(q, np.ndarray):
+        layout = (q.strides, k.strides, v.strides, q.shape, k.shape, v.shape, q.itemsize)
+    else:
+        layout = (q.stride(), k.stride(), v.stride(), q.shape, k.shape, v.shape, 1)
+    return _numbers_only(
+        problem.dtype, problem.sizes, layout, problem.scale, problem.softcap, problem.causal, problem.window,
+        problem.q_offset, problem.key_lengths,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def _numbers_only(dtype: int, sizes: Any, numbers: Any, layout: Any) -> bytes:
-    """Return the structure of a problem without arrays: many calls have the same."""
-    structure = Attention()
-    _fill_numbers(structure, dtype, sizes, *numbers)
-    kept = kept_axes(sizes.batch)
-    for name, strides, shape in zip("qkv", layout[:3], layout[3:], strict=True):
-        _fill_layout(getattr(structure, name), shape, strides, kept)
-    return bytes(structure)
+def _numbers_only(
+    dtype: str, sizes: Sizes, layout: Any, scale: float, softcap: float | None, causal: bool,
+    window: tuple[int | None, int | None], q_offset: int, key_lengths: int | None,
+) -> Attention:  # fmt: skip
+    structure, kept = Attention(), kept_axes(sizes.batch)
+    reach = (window[0], 0) if causal else window
+    _fill_numbers(structure, CODES[dtype], sizes, scale, softcap, reach, q_offset, key_lengths)
+    for name, strides, shape in zip("qkv", layout[:3], layout[3:6], strict=True):
+        _fill_layout(getattr(structure, name), shape, tuple(step // layout[6] for step in strides), kept)
+    return structure
+
+
+def arguments(q: Array, k: Array, v: Array, problem: Problem) -> Arguments:
+    """Return the structure with all but the addresses of q, k, v and the results; it must not be changed."""
+    shared = _shared(q, k, v, problem)
+    return _filled(q, k, v, problem) if shared is None else Arguments(shared, ())
 
 
 def _filled(q: Array, k: Array, v: Array, problem: Problem) -> Arguments:
@@ -188,7 +207,7 @@ def threads_of(problem: Problem) -> int:
 
 
 def _fill_numbers(
-    structure: Attention, dtype: int, sizes: Any, scale: float, softcap: float | None,
+    structure: Attention, dtype: int, sizes: Sizes, scale: float, softcap: float | None,
     reach: tuple[int | None, int | None], q_offset: int, key_lengths: int | None,
 ) -> None:  # fmt: skip
     """Set all numbers of a problem; the results are contiguous."""
@@ -202,7 +221,7 @@ def _fill_numbers(
     structure.out.batch[:] = steps[:BATCH_AXES]
     structure.out.head, structure.out.row, structure.out.feature = steps[BATCH_AXES:]
     structure.scale, structure.softcap, structure.keep_scale = scale, softcap or 0.0, 1.0
-    structure.left, structure.right = (UNLIMITED if x is None else max(-LIMIT, min(x, LIMIT)) for x in reach)
+    structure.left, structure.right = (UNLIMITED if x is None or x >= LIMIT else x for x in reach)
     structure.q_offset.value = max(-LIMIT, min(q_offset, LIMIT))
     structure.key_lengths.value = UNLIMITED if key_lengths is None else key_lengths
     structure.prefix.value = UNLIMITED

@@ -32,8 +32,11 @@ class Layout(NamedTuple):
     threads: int
 
 
-def layout_of(axes: int, *arrays: Array) -> Layout | None:
-    """Return how arrays lie in memory as rows of their last ``axes`` axes (0: of any length), or None."""
+def layout_of(backend: str, axes: int, *arrays: Array) -> Layout | None:
+    """Return how arrays lie in memory as rows of their last ``axes`` axes (0: of any length), or None.
+
+    ``backend`` is the one whose number of threads applies.
+    """
     first = arrays[0]
     dtype, shape, size = first.dtype, first.shape, first.size
     if dtype not in CODES or not shape or size == 0:
@@ -43,7 +46,7 @@ def layout_of(axes: int, *arrays: Array) -> Layout | None:
         if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or not x.flags.aligned:
             return None
         contiguous = contiguous and x.flags.c_contiguous
-    threads = 1 if size < ALONE else thread_count("numpy")
+    threads = 1 if size < ALONE else thread_count(backend)
     if contiguous:
         n = math.prod(shape[len(shape) - axes :]) if axes else size
         return Layout(CODES[dtype], size // n, n, (n,) * len(arrays), threads)

@@ -176,7 +176,7 @@ def _compile(
         # Clang's driver would link its C++ runtime; GCC leaves it out where nothing is used.
         runtime = ("-nostdlib++",) if compiler.zig or "clang" in compiler.name else ("-Wl,--as-needed",)
         strip = () if target.suffix == ".dylib" and not compiler.zig else ("-s",)
-        options = (*MACHINE[piece.machine][compiler.zig], *runtime, *(() if flags else strip), *flags)
+        options = (*runtime, *(() if flags else strip), *flags)  # for any CPU: zig builds its own runtime once
         inputs = (*map(str, objects(piece)), *(("-lpthread",) if target.suffix == ".so" else ()))
         _run(compiler, (*common, "-shared", *options, *inputs, "-o", str(temporary / piece.file)), environment)
 

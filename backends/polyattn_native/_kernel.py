@@ -13,11 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, AttentionGrads, Problem, RelativePositionBias, RowStatistics, TiledKernel, unbroadcast
+from polyattn.backend import (
+    Array,
+    AttentionGrads,
+    Problem,
+    RelativePositionBias,
+    RowStatistics,
+    TiledKernel,
+    unbroadcast,
+)
 
 from ._arguments import Arguments, arguments, kept_axes, point_to, refusal, threads_of
 from ._library import library
-from ._structures import AttentionBackward
+from ._structures import Attention, AttentionBackward
 from ._views import NAMES, address_of, empty, fill, readable, zeros
 
 __all__ = ["NativeKernel"]
@@ -40,16 +48,17 @@ class NativeKernel:
         if _opaque(problem, q, k, v):
             return TILED.forward(q, k, v, problem)
         q_, k_, v_ = readable(q), readable(k), readable(v)
-        given = arguments(q_, k_, v_, problem)
-        rows, structure = problem.sizes.scores[:-1], given.structure
-        wide = NAMES[structure.wide_dtype]
+        rows, threads = problem.sizes.scores[:-1], threads_of(problem)
+        wide = "float64" if problem.dtype == "float64" else "float32"
         out = empty(q_, (*rows, problem.sizes.d_v))
         statistics = RowStatistics(empty(q_, rows, wide), empty(q_, rows, wide))
-        structure.threads = threads_of(problem)
-        point_to(structure, q_, k_, v_, out, *statistics)
-        if _done(_forward()(ctypes.byref(structure)), structure.threads):
-            return out, statistics
-        return TILED.forward(q, k, v, problem)
+        addresses = [address_of(x) for x in (q_, k_, v_, out, *statistics)]
+        given = arguments(q_, k_, v_, problem)  # holds the arrays to which the structure points
+        status = _forward_at()(given.structure, *addresses, threads)
+        if status != OK:
+            _expect_memory(status, threads)
+            return TILED.forward(q, k, v, problem)
+        return out, statistics
 
     def backward(
         self, dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics,
@@ -70,12 +79,11 @@ def _backward(
     """Return the gradients, or None if the library is in doubt."""
     q_, k_, v_, dout_, out_ = (readable(x) for x in (q, k, v, dout, out))
     given, kept = arguments(q_, k_, v_, problem), kept_axes(problem.sizes.batch)
-    wide = NAMES[given.structure.wide_dtype]
+    call, wide = AttentionBackward(given.structure), NAMES[given.structure.wide_dtype]
     largest, log_total = (_rows(x, wide) for x in statistics)
-    point_to(given.structure, q_, k_, v_, out_, largest, log_total)
-    fill(given.structure.out, out_, kept)
-    given.structure.threads = threads_of(problem)
-    call = AttentionBackward(given.structure)
+    point_to(call.forward, q_, k_, v_, out_, largest, log_total)
+    fill(call.forward.out, out_, kept)
+    call.forward.threads = threads_of(problem)
     fill(call.dout, dout_, kept)
     if dlse is not None:
         dlse_ = _rows(dlse, wide)
@@ -86,7 +94,9 @@ def _backward(
     dbias = _bias_gradient(call, given, q_, problem, kept, wide)
     dsinks = None if problem.sinks is None else np.empty((*problem.sizes.batch, problem.sizes.heads))
     call.dsinks = None if dsinks is None else dsinks.ctypes.data
-    if not _done(_backward_function()(ctypes.byref(call)), given.structure.threads):
+    status = _backward_function()(ctypes.byref(call))
+    if status != OK:
+        _expect_memory(status, call.forward.threads)
         return None
     dq, dk, dv = (unbroadcast(problem.xp, dx, x.shape) for dx, x in zip(whole, (q, k, v), strict=True))
     return AttentionGrads(dq, dk, dv, _of_bias(dbias, problem), _of_sinks(dsinks, problem))
@@ -101,28 +111,31 @@ def _bias_gradient(
         dbias = zeros(q, (*problem.sizes.batch, heads, distances), wide)
         fill(call.ddistances, dbias, kept, ("head", "row"))
         return dbias
-    if problem.bias_array is None:
+    bias: Any = problem.bias_array
+    if bias is None:
         return None
-    dbias = zeros(q, tuple(problem.bias.shape), wide)
+    dbias = zeros(q, tuple(bias.shape), wide)
     fill(call.dbias, dbias, kept)
     return dbias
 
 
 def _of_bias(dbias: Array | None, problem: Problem) -> Array | None:
     """Return the gradient of the bias, or of its table, in its dtype."""
+    bias: Any = problem.bias
     if dbias is None:
         return None
-    if isinstance(problem.bias, RelativePositionBias):
-        return problem.bias.table_gradient(dbias, problem)
-    return problem.xp.astype(dbias, problem.bias.dtype, copy=False)
+    if isinstance(bias, RelativePositionBias):
+        return bias.table_gradient(dbias, problem)
+    return problem.xp.astype(dbias, bias.dtype, copy=False)
 
 
 def _of_sinks(dsinks: Any, problem: Problem) -> Array | None:
     """Sum the gradient of the sinks over the batch."""
+    sinks: Any = problem.sinks
     if dsinks is None:
         return None
     total = dsinks.reshape(-1, dsinks.shape[-1]).sum(axis=0)
-    return problem.xp.astype(problem.backend.asarray(total), problem.sinks.dtype)
+    return problem.xp.astype(problem.backend.asarray(total), sinks.dtype)
 
 
 def _rows(x: Array, wide: str) -> Array:
@@ -138,24 +151,27 @@ def _opaque(problem: Problem, *arrays: Array | None) -> bool:
     """Return whether torch traces, transforms or differentiates any of the arrays."""
     if problem.backend.name != "torch":
         return False
-    from polyattn_torch._fused import opaque, torch
+    import torch
+
+    from polyattn_torch._fused import opaque
 
     return bool(torch.compiler.is_compiling() or opaque(*arrays))
 
 
-def _done(status: int, threads: int) -> bool:
-    """Return whether the results are valid; raise MemoryError without memory for the buffers."""
+def _expect_memory(status: int, threads: int) -> None:
     if status == NO_MEMORY:
         raise MemoryError(f"there is no memory for the buffers of attention on {threads} threads")
-    return status == OK
 
 
 @functools.cache
-def _forward() -> Callable[[Any], int]:
-    return library().polyattn_attention_forward  # type: ignore[union-attr,no-any-return]
+def _forward_at() -> Callable[..., int]:
+    functions: Any = library()
+    function = functions.polyattn_attention_forward_at
+    function.argtypes = (ctypes.POINTER(Attention), *[ctypes.c_void_p] * 6, ctypes.c_int32)
+    return function  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _backward_function() -> Callable[[Any], int]:
-    return library().polyattn_attention_backward  # type: ignore[union-attr,no-any-return]
-
+    functions: Any = library()
+    return functions.polyattn_attention_backward  # type: ignore[no-any-return]

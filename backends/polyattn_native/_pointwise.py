@@ -19,7 +19,7 @@ from polyattn.backend import Array
 from ._arrays import address, is_whole, layout_of, succeeded
 from ._library import library
 
-__all__ = ["operation"]
+__all__ = ["operation", "operations"]
 
 GELU = {"none": 0, "tanh": 1}  # enum Activation of cpp/pointwise.cpp
 SILU = 2
@@ -27,18 +27,21 @@ NULL = None
 
 
 def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
-    """Return the results of an operation, or None: see ``polyattn.backend.Backend.operation``."""
-    function = _operations().get(name)
+    """Return the results of an operation on NumPy arrays, or None: see ``polyattn.backend.Backend.operation``."""
+    function = operations("numpy").get(name)
     return None if function is None else function(*arrays, **options)
 
 
 @functools.cache
-def _operations() -> Mapping[str, Callable[..., Any]]:
-    """Return the operations of the library by name; none if it cannot be used here."""
+def operations(backend: str) -> Mapping[str, Callable[..., Any]]:
+    """Return the operations of the library by name, with the number of threads of a backend; none without a library.
+
+    All of them take and return NumPy arrays.
+    """
     functions = library()
     if isinstance(functions, str):
         return {}
-    own = Operations(functions)
+    own = Operations(functions, backend)
     return {name: getattr(own, name) for name in vars(Operations) if not name.startswith("_")}
 
 
@@ -54,7 +57,8 @@ class AdamWStep(ctypes.Structure):
 class Operations:
     """The operations, under the names that they have in ``Backend.operation``."""
 
-    def __init__(self, functions: ctypes.CDLL) -> None:
+    def __init__(self, functions: ctypes.CDLL, backend: str) -> None:
+        self._backend = backend
         code, count, pointer, real = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
         codes: list[type[Any]] = [code] * 3
         sizes: list[type[Any]] = [count] * 2
@@ -103,7 +107,7 @@ class Operations:
         return self._gated_backward(SILU, dy, gate, up)
 
     def _activated(self, activation: int, x: Array, up: Array | None = None) -> Array | None:
-        layout = layout_of(0, x) if up is None else layout_of(0, x, up)
+        layout = layout_of(self._backend, 0, x) if up is None else layout_of(self._backend, 0, x, up)
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
@@ -114,7 +118,7 @@ class Operations:
         return y if succeeded(status, x.size) else None
 
     def _activated_backward(self, activation: int, dy: Array, x: Array) -> Array | None:
-        layout = layout_of(0, dy, x)
+        layout = layout_of(self._backend, 0, dy, x)
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
@@ -126,7 +130,7 @@ class Operations:
         return dx if succeeded(status, x.size) else None
 
     def _gated_backward(self, activation: int, dy: Array, gate: Array, up: Array) -> tuple[Array, Array] | None:
-        layout = layout_of(0, dy, gate, up)
+        layout = layout_of(self._backend, 0, dy, gate, up)
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
@@ -152,7 +156,7 @@ class Operations:
         return self._normalised_backward(1, dy, y, axis)
 
     def _normalised(self, logarithm: int, x: Array, axis: int) -> Array | None:
-        layout = layout_of(1, x) if axis in (-1, x.ndim - 1) else None
+        layout = layout_of(self._backend, 1, x) if axis in (-1, x.ndim - 1) else None
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
@@ -161,7 +165,7 @@ class Operations:
         return y if succeeded(status, x.size) else None
 
     def _normalised_backward(self, logarithm: int, dy: Array, y: Array, axis: int) -> Array | None:
-        layout = layout_of(1, dy, y) if axis in (-1, y.ndim - 1) else None
+        layout = layout_of(self._backend, 1, dy, y) if axis in (-1, y.ndim - 1) else None
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
@@ -195,7 +199,7 @@ class Operations:
         self, centred: int, x: Array, weight: Array | None, bias: Array | None, eps: float, axes: int
     ) -> tuple[Array, Array, Array] | None:
         """Return y, x̂ and the root; for RMS norm, x̂ is y. Without weight and bias they are one array."""
-        layout = layout_of(axes, x)
+        layout = layout_of(self._backend, axes, x)
         if layout is None:
             return None
         dtype, rows, n, (step,), threads = layout
@@ -214,7 +218,7 @@ class Operations:
     def _normed_backward(
         self, centred: int, dy: Array, x: Array, root: Array, weight: Array | None, bias: Array | None, axes: int
     ) -> tuple[Array, Array | None, Array | None] | None:
-        layout = layout_of(axes, dy, x)
+        layout = layout_of(self._backend, axes, dy, x)
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
@@ -237,7 +241,7 @@ class Operations:
         squares: tuple[float, float],
     ) -> tuple[Array, Array, Array] | None:  # fmt: skip
         """Return the new parameter and moments; ``numbers`` are factor, inside, outside and decay."""
-        layout = layout_of(0, theta, grad, mean, square)
+        layout = layout_of(self._backend, 0, theta, grad, mean, square)
         step = AdamWStep(*betas, *map(float, numbers), *squares)
         if layout is None or layout.rows != 1 or not (step.inside == 0 or squares[0] <= step.inside <= squares[1]):
             return None

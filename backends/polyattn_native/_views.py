@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,35 @@ from polyattn.backend import Array, dtype_name
 from ._structures import BATCH_AXES
 from ._structures import Array as View
 
-__all__ = ["CODES", "NAMES", "address_of", "batch_strides", "code_of", "empty", "fill", "readable", "strides_of", "zeros"]
+__all__ = [
+    "CODES",
+    "NAMES",
+    "address_of",
+    "batch_strides",
+    "code_of",
+    "empty",
+    "fill",
+    "readable",
+    "strides_of",
+    "zeros",
+]
 
 CODES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 """``enum DType`` of cpp/abi.h."""
 NAMES = {0: "float32", 1: "float64"}
+DTYPES = {name: np.dtype(name) for name in NAMES.values()}
+MEMORY = ctypes.c_char * 0
 AXES = ("head", "row", "feature")
 
 
 def address_of(x: Array) -> int:
     """Return the address of the first element."""
-    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr())
+    if not isinstance(x, np.ndarray):
+        return int(x.data_ptr())
+    try:
+        return ctypes.addressof(MEMORY.from_buffer(x))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # read-only or not contiguous: five times slower
+        return int(x.ctypes.data)
 
 
 def strides_of(x: Array) -> tuple[int, ...]:
@@ -51,7 +71,7 @@ def readable(x: Array) -> Array:
 def empty(like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
     """Return an uninitialised array of the library of ``like``, in its dtype or another one."""
     if isinstance(like, np.ndarray):
-        return np.empty(shape, like.dtype if dtype is None else dtype)
+        return np.empty(shape, like.dtype if dtype is None else DTYPES[dtype])
     return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=_torch_dtype(dtype))
 
 
@@ -81,6 +101,7 @@ def batch_strides(shape: tuple[int, ...], strides: tuple[int, ...], kept: tuple[
     return [0] * (BATCH_AXES - len(found)) + found
 
 
+@functools.cache
 def _torch_dtype(name: str) -> Any:
     import torch
 

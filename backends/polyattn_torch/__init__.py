@@ -157,6 +157,16 @@ class TorchBackend(Backend):
         lowered = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
         return _as_written(lowered) if lowered else torch.no_grad()
 
+    def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
+        """Compute it by the native library, if it has a kernel for these tensors, and torch does not trace."""
+        import torch
+
+        if torch.compiler.is_compiling():
+            return None
+        from ._pointwise import operation
+
+        return operation(name, *arrays, **options)
+
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         """Run the branch that the predicate selects; for a traced predicate both, for a meta tensor ``if_true``."""
         import torch

@@ -70,6 +70,7 @@ inline int64_t items_of(const Attention &a) {
 inline int64_t batch_offset(const int64_t *lengths, const int64_t *strides, int64_t item) {
     int64_t offset = 0;
     for (int axis = BATCH_AXES - 1; axis >= 0; axis--) {
+        if (lengths[axis] == 1) continue;  // a division costs more than all else here
         offset += item % lengths[axis] * strides[axis];
         item /= lengths[axis];
     }

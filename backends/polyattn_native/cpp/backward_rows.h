@@ -24,14 +24,14 @@ template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t
     h.k = {arena->take<T>(keys * h.wide_k), h.wide_k};
     h.q = {arena->take<T>(rows * h.wide_k), h.wide_k};
     h.dout = {arena->take<T>(rows * h.wide_v), h.wide_v};
-    h.k_groups = arena->take<T>(keys * h.wide_k), h.v_groups = arena->take<T>(keys * h.wide_v);
+    h.v = {arena->take<T>(keys * h.wide_v), h.wide_v};
     h.q_panels = arena->take<T>(queries * h.wide_k), h.dout_panels = arena->take<T>(queries * h.wide_v);
     h.dq = arena->take<T>(rows * h.wide_k);
     h.dk = arena->take<T>(keys * h.wide_k), h.dv = arena->take<T>(keys * h.wide_v);
     h.high = arena->take<T>(queries), h.low = arena->take<T>(queries), h.shift = arena->take<T>(queries);
-    h.weights = arena->take<T>(ROWS * QUERIES), h.dscores = arena->take<T>(KEYS * QUERIES);
+    h.weights = arena->take<T>(KEYS * STRIP), h.dscores = arena->take<T>(KEYS * QUERIES);
     bool capped = a.softcap != 0;
-    h.tangents = arena->take<T>(capped ? ROWS * QUERIES : 0);
+    h.tangents = arena->take<T>(capped ? ROWS * STRIP : 0);
     bool addends = a.mask.data || a.q_segments.data || a.blocks.data || a.bias.data || a.slopes || a.distances.data;
     h.added = arena->take<T>(addends ? KEYS * QUERIES : 0);
     h.kept = arena->take<T>(a.drop_below ? KEYS * QUERIES : 0);
@@ -53,17 +53,31 @@ template <class T> inline void set_head(const AttentionBackward &call, int64_t i
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-/// Copy rows (n, d) into rows of `wide` elements with zeros at their end, unless they are such rows already.
+/// Copy rows (n, d) into rows of whole vectors, with zeros at the end of each.
+template <class Element, class T>
+inline void copy_rows(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
+    for (int64_t i = 0; i < n; i++) {
+        T *to = const_cast<T *>(room.row(i));
+        read_row(from + i * x.row, x.feature, d, to);
+        for (int64_t c = d; c < room.step; c++) to[c] = 0;
+    }
+}
+
+/// The rows themselves if they are dense rows of whole vectors, else a copy.
 template <class Element, class T>
 inline Matrix<T> rows_of(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
-    T *to = const_cast<T *>(room.rows);
     if (sizeof(Element) == sizeof(T) && x.feature == 1 && x.row == d && d == room.step)
         return {reinterpret_cast<const T *>(from), d};
-    for (int64_t i = 0; i < n; i++) {
-        read_row(from + i * x.row, x.feature, d, to + i * room.step);
-        for (int64_t c = d; c < room.step; c++) to[i * room.step + c] = 0;
-    }
+    copy_rows(from, x, n, d, room);
     return room;
+}
+
+/// Copy rows (n, d) as copy_rows, and add rows of zeros up to whole groups of ROWS.
+template <class Element, class T>
+inline void copy_groups(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
+    copy_rows(from, x, n, d, room);
+    int64_t count = (rounded_up(n, ROWS) - n) * room.step;
+    memset(const_cast<T *>(room.row(n)), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
 /// panels[i / PANEL][c][i % PANEL] = factor * x[i][c], for n rows of d; the last panel is filled with zeros.
@@ -81,17 +95,6 @@ template <class T> inline void pack_panels(const Matrix<T> &x, int64_t n, T fact
     }
 }
 
-/// groups[j / ROWS][c][j % ROWS] = x[j * step + c], for n rows of d; the last group is filled with zeros.
-template <class T> inline void pack_groups(const Matrix<T> &x, int64_t n, int64_t d, T *groups) {
-    for (int64_t j = 0; j < rounded_up(n, ROWS); j += ROWS) {
-        T *group = groups + j * d;
-        for (int64_t r = 0; r < ROWS; r++) {
-            const T *row = x.row(j + r);
-            for (int64_t c = 0; c < d; c++) group[c * ROWS + r] = j + r < n ? row[c] : 0;
-        }
-    }
-}
-
 /// The largest Euclidean norm of n rows. Not finite if a number is not.
 template <class T> inline T largest_norm(const Matrix<T> &x, int64_t n) {
     Vector<T> zeros{};
@@ -101,7 +104,7 @@ template <class T> inline T largest_norm(const Matrix<T> &x, int64_t n) {
         for (int64_t c = 0; c < x.step; c += LANES<T>) squares += load(x.row(i) + c) * load(x.row(i) + c);
         T square = sum_of<T>(squares);
         largest = largest > square ? largest : square;
-        zeros += square * 0;
+        zeros += square - square;
     }
     return square_root<T>(broadcast(largest))[0] + zeros[0];
 }
@@ -113,10 +116,8 @@ inline Wide<Element> pack_keys(const AttentionBackward &call, int64_t item, int6
     const Attention &a = call.forward;
     const Element *k = head_of<Element>(a, a.k, item, kv_head) + h->first_key * a.k.row;
     const Element *v = head_of<Element>(a, a.v, item, kv_head) + h->first_key * a.v.row;
-    h->k = rows_of(k, a.k, h->n_k, h->d_k, h->k);
-    pack_groups(h->k, h->n_k, h->d_k, h->k_groups);
-    Matrix<T> values = rows_of(v, a.v, h->n_k, h->d_v, Matrix<T>{h->dv, h->wide_v});  // dv is free until it is zeroed
-    pack_groups(values, h->n_k, h->d_v, h->v_groups);
+    copy_groups(k, a.k, h->n_k, h->d_k, h->k);
+    copy_groups(v, a.v, h->n_k, h->d_v, h->v);
     int64_t keys = rounded_up(h->n_k, ROWS);
     memset(h->dk, 0, static_cast<size_t>(keys * h->wide_k) * sizeof(T));
     memset(h->dv, 0, static_cast<size_t>(keys * h->wide_v) * sizeof(T));
@@ -180,20 +181,37 @@ inline bool row_statistics(const AttentionBackward &call, int64_t item, int64_t 
     return moderate;
 }
 
-/// Merge the scores and dweights of a group of keys, which are in h, into high (the largest), low (the sum) and shift
-/// (the sum of weight * dweight) of the queries [from, to); excluded scores are -inf.
-template <class T> inline void merge_group(const Head<T> &h, const Tile &t, int64_t group, int64_t from, int64_t to) {
+/// The scores of a key of a strip in units of log 2, -inf where excluded, in place of the products of q and k.
+template <class T> inline void finish_scores(const Head<T> &h, const Strip &s, int64_t key, const Seen &seen) {
     const T excluded = -T(__builtin_inf());
-    for (int64_t i = from; i < to; i += LANES<T>) {
-        T *high = h.high + t.query + i, *low = h.low + t.query + i, *mean = h.shift + t.query + i;
+    KeyRow<T> row = row_of_key(h, s, key);
+    Range of_key = key < s.keys ? queries_of(h.pairs, h.first_key + s.key + key) : Range{0, 0};
+    for (int64_t i = seen.from; i < seen.to; i += LANES<T>) {
+        Vector<T> tangent, score = h.softcap != 0 ? score_of<T, true, false>(row, i, &tangent) : load(row.weights + i);
+        if (h.addends) {
+            Vector<T> addend = load(row.added + i);
+            score = addend == excluded ? addend : score + addend;
+        }
+        store(row.weights + i, score);
+    }
+    for (int64_t i = seen.from; i < seen.to; i++)
+        if (s.query + i < of_key.first || s.query + i >= of_key.stop) row.weights[i] = excluded;
+}
+
+/// Merge the scores and dweights of a group of keys into high (the largest), low (the sum) and shift (the sum of
+/// weight * dweight) of the queries that see it.
+template <class T> inline void merge_group(const Head<T> &h, const Strip &s, int64_t group) {
+    const T excluded = -T(__builtin_inf());
+    for (int64_t i = s.of(group).from; i < s.of(group).to; i += LANES<T>) {
+        T *high = h.high + s.query + i, *low = h.low + s.query + i, *mean = h.shift + s.query + i;
         Vector<T> before = load(high), most = before;
-        for (int64_t r = 0; r < ROWS; r++) most = maximum(most, load(h.weights + r * QUERIES + i));
+        for (int64_t r = 0; r < ROWS; r++) most = maximum(most, load(h.weights + (group + r) * STRIP + i));
         Vector<T> base = most == excluded ? Vector<T>{} : most, factor = exp2_of(before - base);
         Vector<T> total = load(low) * factor, products = load(mean) * factor;
         for (int64_t r = 0; r < ROWS; r++) {
-            int64_t at = (group + r) * QUERIES + i;
-            Vector<T> weight = exp2_of(load(h.weights + r * QUERIES + i) - base), dweight = load(h.dscores + at);
-            if (h.pairs.drop_below) dweight *= load(h.kept + at);
+            KeyRow<T> row = row_of_key(h, s, group + r);
+            Vector<T> weight = exp2_of(load(row.weights + i) - base), dweight = load(row.dscores + i);
+            if (h.pairs.drop_below) dweight *= load(row.kept + i);
             total += weight;
             products += weight == T(0) ? Vector<T>{} : weight * dweight;
         }
@@ -201,22 +219,12 @@ template <class T> inline void merge_group(const Head<T> &h, const Tile &t, int6
     }
 }
 
-/// The scores of a group of keys in units of log 2, -inf where excluded, in place of the products.
-template <class T> inline void scores_of_group(const Head<T> &h, const Tile &t, int64_t group, const Seen &seen) {
-    const T excluded = -T(__builtin_inf());
-    for (int64_t r = 0; r < ROWS; r++) {
-        KeyRow<T> row = row_of_key(h, t, group, r);
-        Range of_key = group + r < t.keys ? queries_of(h.pairs, h.first_key + t.key + group + r) : Range{0, 0};
-        for (int64_t i = seen.from; i < seen.to; i += LANES<T>) {
-            Vector<T> tangent, score = h.softcap != 0 ? score_of<T, true, false>(row, i, &tangent) : load(row.weights + i);
-            if (h.addends) {
-                Vector<T> addend = load(row.added + i);
-                score = addend == excluded ? addend : score + addend;
-            }
-            store(row.weights + i, score);
-        }
-        for (int64_t i = seen.from; i < seen.to; i++)
-            if (t.query + i < of_key.first || t.query + i >= of_key.stop) row.weights[i] = excluded;
+/// Merge the scores and dweights of a strip.
+template <class T> inline void merge_strip(const Head<T> &h, const Strip &s) {
+    products_of_strip(h, s);
+    for (int64_t group = 0; group < s.keys; group += ROWS) {
+        for (int64_t r = 0; r < ROWS; r++) finish_scores(h, s, group + r, s.of(group));
+        merge_group(h, s, group);
     }
 }
 
@@ -231,13 +239,7 @@ inline void own_statistics(const AttentionBackward &call, int64_t item, int64_t 
     for (int64_t i = 0; i < rounded_up(a.n_q, PANEL<T>); i++)
         h->high[i] = sink, h->low[i] = sink == -T(__builtin_inf()) ? 0 : 1, h->shift[i] = 0;
     for_tiles(*h, [&](const Tile &t) {
-        for (int64_t group = 0; group < t.keys; group += ROWS) {
-            Seen seen = seen_by(*h, t, group);
-            if (seen.first >= seen.stop) continue;
-            products_of_group(*h, t, group, seen, h->weights, h->dscores + group * QUERIES);
-            scores_of_group(*h, t, group, seen);
-            merge_group(*h, t, group, seen.from, seen.to);
-        }
+        for (int64_t i = 0; i < t.queries; i += STRIP) merge_strip(*h, strip_of(*h, t, i));
     });
     for (int64_t i = 0; i < a.n_q; i++) {
         bool empty = h->high[i] == -T(__builtin_inf());
@@ -268,7 +270,7 @@ inline bool write_rows(T *rows, int64_t wide, int64_t n, int64_t d, T scale, Ele
         for (int64_t c = 0; c < wide; c += LANES<T>) {
             Vector<T> scaled = load(row + c) * scale;
             store(row + c, scaled);
-            zeros += scaled * T(0);
+            zeros += scaled - scaled;
         }
         write_row(row, d, to + i * x.row, x.feature);
     }

@@ -10,11 +10,13 @@
 
 namespace gradients {
 
-constexpr int64_t KEYS = 96;      // of a tile
+constexpr int64_t KEYS = 192;     // of a tile
 constexpr int64_t QUERIES = 192;  // of a tile, the length of its rows
-constexpr int64_t SUMMED = 64;    // queries of one sum: a sum of fewer has a smaller rounding error
+constexpr int64_t STRIP = 64;     // queries of a strip, which is computed while its operands are in the first-level cache
+constexpr int64_t SUMMED = 96;    // keys of a sum for dq
+constexpr int64_t DEPTH = 64;     // features of the operands of a strip that are used at a time
 static_assert(KEYS % ROWS == 0 && KEYS % LANES<float> == 0 && QUERIES % ROWS == 0, "a tile is whole blocks");
-static_assert(QUERIES % PANEL<float> == 0 && QUERIES % PANEL<double> == 0, "a tile is whole panels");
+static_assert(STRIP % PANEL<float> == 0 && STRIP % PANEL<double> == 0 && QUERIES % STRIP == 0, "a strip is whole panels");
 
 constexpr double LOG2_E = 1.44269504088896340736;
 
@@ -38,12 +40,11 @@ template <class T> struct Head {
     T *dbias, *ddistances;   // of this head, or null
     int64_t dbias_row, dbias_key;
 
-    Matrix<T> k, q, dout;           // (n_k, d_k), (n_q, d_k), (n_q, d_v)
-    T *k_groups, *v_groups;         // (groups of ROWS keys, d, ROWS)
+    Matrix<T> k, v, q, dout;        // (n_k, d_k), (n_k, d_v), (n_q, d_k), (n_q, d_v)
     T *q_panels, *dout_panels;      // (panels, wide, PANEL); q is scaled
     T *dq, *dk, *dv;                // sums, without the scale: (n_q, wide_k), (n_k, wide_k), (n_k, wide_v)
     T *high, *low, *shift;          // (n_q) of each row: log2 of its sum as two numbers, and dlse - rowsum(dout * out)
-    T *weights, *dscores, *tangents;  // (ROWS or KEYS, QUERIES), (KEYS, QUERIES), (ROWS, QUERIES)
+    T *weights, *dscores, *tangents;  // (KEYS, STRIP), (KEYS, QUERIES), (ROWS, STRIP)
     T *added, *kept;                // (KEYS, QUERIES)
     T *spare;                       // (LANES, KEYS)
 };
@@ -81,7 +82,7 @@ template <class T, class RowOf> inline void transposed_rows(const Tile &t, T *sp
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
-/// One key of a tile: pointers to its rows, and to the statistics of the queries of the tile.
+/// One key of a strip: pointers to its rows, and to the statistics of the queries of the strip.
 template <class T> struct KeyRow {
     T *weights, *dscores, *tangents;
     const T *added, *kept, *high, *low, *shift;
@@ -133,12 +134,18 @@ template <class T> inline void weigh(const Head<T> &h, const KeyRow<T> &row, int
     OPTIONS[h.softcap != 0][h.addends][h.pairs.drop_below != 0](row, from, to);
 }
 
-// ---- one tile -------------------------------------------------------------------------------------------------------
+// ---- one strip ------------------------------------------------------------------------------------------------------
 
-/// The queries of a tile that see a key of a group by position: [first, stop), in whole vectors [from, to).
+/// STRIP queries of a tile, from `column` on. Of its queries, `first` to `stop` see a key of a group of ROWS keys.
 struct Seen {
-    int64_t first, stop, from, to;
-    bool whole;  // all queries of the tile see all keys of the group
+    int64_t first, stop, from, to;  // [from, to) is the same in whole panels and vectors
+    bool whole;                     // all queries of the strip see all keys of the group
+};
+struct Strip : Tile {
+    int64_t column;
+    Seen seen[KEYS / ROWS];
+
+    const Seen &of(int64_t group) const { return seen[group / ROWS]; }
 };
 
 template <class T> inline Seen seen_by(const Head<T> &h, const Tile &t, int64_t group) {
@@ -152,108 +159,137 @@ template <class T> inline Seen seen_by(const Head<T> &h, const Tile &t, int64_t 
         seen.first = lesser(seen.first, first), seen.stop = greater(seen.stop, stop);
     }
     seen.from = seen.first / PANEL<T> * PANEL<T>, seen.to = rounded_up(seen.stop, LANES<T>);
+    if (seen.first >= seen.stop) seen.from = seen.to = seen.first = seen.stop = 0;
     return seen;
 }
 
-/// The rows of key r of a group; those of the whole tile start at `group`.
-template <class T> inline KeyRow<T> row_of_key(const Head<T> &h, const Tile &t, int64_t group, int64_t r) {
-    int64_t here = r * QUERIES, at = group * QUERIES + here;
-    return {h.weights + here,  h.dscores + at,   h.tangents + here,  h.added + at, h.kept + at,
-            h.high + t.query, h.low + t.query, h.shift + t.query, h.softcap};
+template <class T> inline Strip strip_of(const Head<T> &h, const Tile &t, int64_t column) {
+    Strip s;
+    s.key = t.key, s.keys = t.keys, s.query = t.query + column, s.queries = lesser(STRIP, t.queries - column);
+    s.column = column;
+    for (int64_t group = 0; group < t.keys; group += ROWS) s.seen[group / ROWS] = seen_by(h, s, group);
+    return s;
 }
 
-/// Scores and dweights of the ROWS keys of a group, for the queries [from, to).
-template <class T>
-inline void products_of_group(const Head<T> &h, const Tile &t, int64_t group, const Seen &seen, T *weights, T *dscores) {
-    const T *k = h.k_groups + (t.key + group) * h.d_k, *v = h.v_groups + (t.key + group) * h.d_v;
-    for (int64_t i = seen.from; i < seen.to; i += PANEL<T>) {
-        int vectors = static_cast<int>(lesser(seen.to - i, PANEL<T>) / LANES<T>);
-        const T *q = h.q_panels + (t.query + i) * h.wide_k;
-        multiply_vectors<T, ROWS, FROM_ZERO>(vectors, k, 1, ROWS, q, PANEL<T>, h.d_k, weights + i, QUERIES, nullptr);
+/// The rows of a key of a strip.
+template <class T> inline KeyRow<T> row_of_key(const Head<T> &h, const Strip &s, int64_t key) {
+    int64_t at = key * QUERIES + s.column;
+    return {h.weights + key * STRIP, h.dscores + at, h.tangents + key % ROWS * STRIP, h.added + at, h.kept + at,
+            h.high + s.query, h.low + s.query, h.shift + s.query, h.softcap};
+}
+
+/// out[key][query] = sum over the features c < d of rows[key][c] and of the panels of the queries.
+template <class T, int64_t STEP>
+inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *panels, int64_t wide, T *out) {
+    for (int64_t c = 0; c < d; c += DEPTH) {
+        int64_t depth = lesser(DEPTH, d - c);
+        for (int64_t i = 0; i < s.queries; i += PANEL<T>) {
+            const T *panel = panels + (s.query + i) * wide + c * PANEL<T>;
+            for (int64_t group = 0; group < s.keys; group += ROWS) {
+                const Seen &seen = s.of(group);
+                if (seen.from > i || seen.to <= i) continue;
+                int vectors = static_cast<int>(lesser(seen.to - i, PANEL<T>) / LANES<T>);
+                const T *of_keys = rows.row(s.key + group) + c;
+                T *to = out + group * STEP + i;
+                if (c == 0)
+                    multiply_vectors<T, ROWS, FROM_ZERO>(vectors, of_keys, rows.step, 1, panel, PANEL<T>, depth, to, STEP,
+                                                         nullptr);
+                else
+                    multiply_vectors<T, ROWS, FROM_C>(vectors, of_keys, rows.step, 1, panel, PANEL<T>, depth, to, STEP,
+                                                      nullptr);
+            }
+        }
     }
-    for (int64_t i = seen.from; i < seen.to; i += PANEL<T>) {
-        int vectors = static_cast<int>(lesser(seen.to - i, PANEL<T>) / LANES<T>);
-        const T *dout = h.dout_panels + (t.query + i) * h.wide_v;
-        multiply_vectors<T, ROWS, FROM_ZERO>(vectors, v, 1, ROWS, dout, PANEL<T>, h.d_v, dscores + i, QUERIES, nullptr);
+}
+
+/// The scores of a strip in weights, without softcap and addends, and its dweights in dscores.
+template <class T> inline void products_of_strip(const Head<T> &h, const Strip &s) {
+    products<T, STRIP>(s, h.d_k, h.k, h.q_panels, h.wide_k, h.weights);
+    products<T, QUERIES>(s, h.d_v, h.v, h.dout_panels, h.wide_v, h.dscores + s.column);
+}
+
+/// to[key][c] += sum over the queries of a strip of by_key[key][query] * rows[query][c].
+template <class T, int64_t STEP>
+inline void add_products(const Strip &s, const T *by_key, const Matrix<T> &rows, int64_t wide, T *to) {
+    for (int64_t c = 0; c < wide; c += PANEL<T>) {
+        int vectors = static_cast<int>(lesser(PANEL<T>, wide - c) / LANES<T>);
+        for (int64_t group = 0; group < s.keys; group += ROWS) {
+            const Seen &seen = s.of(group);
+            multiply_vectors<T, ROWS, ADDED_TO_C>(vectors, by_key + group * STEP + seen.first, STEP, 1,
+                                                  rows.row(s.query + seen.first) + c, rows.step, seen.stop - seen.first,
+                                                  to + (s.key + group) * wide + c, wide, nullptr);
+        }
     }
 }
 
-/// Zero a row of a tile except [first, stop).
-template <class T> inline void zero_outside(T *row, int64_t first, int64_t stop) {
-    memset(row, 0, static_cast<size_t>(first) * sizeof(T));
-    memset(row + stop, 0, static_cast<size_t>(QUERIES - stop) * sizeof(T));
-}
-
-/// Zero the weights and dscores of a group of ROWS keys where their queries do not see them by position.
-template <class T> inline void zero_unseen(const Head<T> &h, const Tile &t, int64_t group, T *weights, T *dscores) {
-    for (int64_t r = 0; r < ROWS; r++) {
-        Range seen = queries_of(h.pairs, h.first_key + t.key + group + r);
-        int64_t first = greater(lesser(seen.first - t.query, QUERIES), 0);
-        int64_t stop = greater(lesser(seen.stop - t.query, QUERIES), first);
-        zero_outside(weights + r * QUERIES, first, stop);
-        zero_outside(dscores + r * QUERIES, first, stop);
+/// Zero the weights and dscores of a group of ROWS keys where queries do not see them by position.
+template <class T> inline void zero_unseen(const Head<T> &h, const Strip &s, int64_t group) {
+    for (int64_t key = group; key < group + ROWS; key++) {
+        Range seen = queries_of(h.pairs, h.first_key + s.key + key);
+        KeyRow<T> row = row_of_key(h, s, key);
+        for (int64_t i = 0; i < STRIP; i++)
+            if (s.query + i < seen.first || s.query + i >= seen.stop) row.weights[i] = row.dscores[i] = 0;
     }
 }
 
 /// Add the dscores of a group of keys to the gradients of the bias and of the distances.
-template <class T>
-inline void add_bias(const Head<T> &h, const Tile &t, int64_t group, const Seen &seen, const T *dscores) {
-    int64_t keys = lesser(t.keys - group, ROWS), key = h.first_key + t.key + group;
+template <class T> inline void add_bias(const Head<T> &h, const Strip &s, int64_t group) {
+    const Seen &seen = s.of(group);
+    int64_t keys = lesser(s.keys - group, ROWS), key = h.first_key + s.key + group;
+    const T *dscores = h.dscores + group * QUERIES + s.column;
     if (h.dbias) {
         for (int64_t i = seen.first; i < seen.stop; i++) {
-            T *dbias = h.dbias + (t.query + i) * h.dbias_row + key * h.dbias_key;
+            T *dbias = h.dbias + (s.query + i) * h.dbias_row + key * h.dbias_key;
             for (int64_t r = 0; r < keys; r++) dbias[r * h.dbias_key] += dscores[r * QUERIES + i];
         }
     }
     if (h.ddistances) {
         for (int64_t r = 0; r < keys; r++) {
-            T *dx = h.ddistances + key + r - t.query;
+            T *dx = h.ddistances + key + r - s.query;
             for (int64_t i = seen.first; i < seen.stop; i++) dx[-i] += dscores[r * QUERIES + i];
         }
     }
 }
 
 /// dscores *= 1 - tangent^2, the derivative of the softcap, where a pair is not excluded.
-template <class T> inline void through_softcap(const Seen &seen, const T *tangents, T *dscores) {
-    for (int64_t r = 0; r < ROWS; r++) {
-        for (int64_t i = r * QUERIES + seen.from; i < r * QUERIES + seen.to; i += LANES<T>) {
-            Vector<T> tangent = load(tangents + i), dscore = load(dscores + i);
-            store(dscores + i, dscore == T(0) ? dscore : dscore * (T(1) - tangent * tangent));
+template <class T> inline void through_softcap(const KeyRow<T> &row, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i += LANES<T>) {
+        Vector<T> tangent = load(row.tangents + i), dscore = load(row.dscores + i);
+        store(row.dscores + i, dscore == T(0) ? dscore : dscore * (T(1) - tangent * tangent));
+    }
+}
+
+/// The weights and dscores of a group of ROWS keys from its scores and dweights.
+template <class T> inline void weigh_group(const Head<T> &h, const Strip &s, int64_t group) {
+    const Seen &seen = s.of(group);
+    for (int64_t r = 0; r < ROWS; r++) weigh(h, row_of_key(h, s, group + r), seen.from, seen.to);
+    if (!seen.whole) zero_unseen(h, s, group);
+    if (h.dbias || h.ddistances) add_bias(h, s, group);
+    if (h.softcap != 0)
+        for (int64_t r = 0; r < ROWS; r++) through_softcap(row_of_key(h, s, group + r), seen.from, seen.to);
+}
+
+/// The dscores of a strip, and from them and its weights its parts of dv and dk.
+template <class T> inline void gradients_of_strip(const Head<T> &h, const Strip &s) {
+    products_of_strip(h, s);
+    for (int64_t group = 0; group < s.keys; group += ROWS) weigh_group(h, s, group);
+    add_products<T, STRIP>(s, h.weights, h.dout, h.wide_v, h.dv);
+    add_products<T, QUERIES>(s, h.dscores + s.column, h.q, h.wide_k, h.dk);
+}
+
+/// Add the parts of dq of a tile of the keys [key, stop), which stay in the first-level cache.
+template <class T> inline void add_dq(const Head<T> &h, const Tile &t, int64_t key, int64_t stop) {
+    for (int64_t c = 0; c < h.wide_k; c += PANEL<T>) {
+        int vectors = static_cast<int>(lesser(PANEL<T>, h.wide_k - c) / LANES<T>);
+        for (int64_t i = 0; i < t.queries; i += ROWS) {
+            Range first = keys_of(h.pairs, t.query + i), last = keys_of(h.pairs, lesser(t.query + i + ROWS, h.pairs.n_q) - 1);
+            int64_t from = greater(lesser(first.first, last.first) - h.first_key - t.key, key);
+            int64_t to = lesser(greater(first.stop, last.stop) - h.first_key - t.key, stop);
+            if (from >= to) continue;
+            multiply_vectors<T, ROWS, ADDED_TO_C>(vectors, h.dscores + from * QUERIES + i, 1, QUERIES,
+                                                  h.k.row(t.key + from) + c, h.k.step, to - from,
+                                                  h.dq + (t.query + i) * h.wide_k + c, h.wide_k, nullptr);
         }
-    }
-}
-
-/// One group of ROWS keys of a tile: its weights and dscores, and from them its parts of dv and dk.
-template <class T> inline void gradients_of_group(const Head<T> &h, const Tile &t, int64_t group) {
-    T *dscores = h.dscores + group * QUERIES, *weights = h.weights;
-    Seen seen = seen_by(h, t, group);
-    if (seen.first >= seen.stop) {
-        memset(dscores, 0, static_cast<size_t>(ROWS * QUERIES) * sizeof(T));
-        return;
-    }
-    products_of_group(h, t, group, seen, weights, dscores);
-    for (int64_t r = 0; r < ROWS; r++) weigh(h, row_of_key(h, t, group, r), seen.from, seen.to);
-    if (!seen.whole) zero_unseen(h, t, group, weights, dscores);
-    if (h.dbias || h.ddistances) add_bias(h, t, group, seen, dscores);
-    if (h.softcap != 0) through_softcap(seen, h.tangents, dscores);
-    for (int64_t i = seen.from; i < seen.stop; i += SUMMED) {
-        int64_t queries = lesser(SUMMED, seen.stop - i), at = t.query + i;
-        multiply_rows<T, ADDED_TO_C>(h.wide_v / LANES<T>, weights + i, QUERIES, 1, h.dout.row(at), h.dout.step, queries,
-                                     h.dv + (t.key + group) * h.wide_v, h.wide_v, nullptr);
-        multiply_rows<T, ADDED_TO_C>(h.wide_k / LANES<T>, dscores + i, QUERIES, 1, h.q.row(at), h.q.step, queries,
-                                     h.dk + (t.key + group) * h.wide_k, h.wide_k, nullptr);
-    }
-}
-
-/// Add the parts of dq of a tile.
-template <class T> inline void add_dq(const Head<T> &h, const Tile &t) {
-    for (int64_t i = 0; i < t.queries; i += ROWS) {
-        Range first = keys_of(h.pairs, t.query + i), last = keys_of(h.pairs, lesser(t.query + i + ROWS, h.pairs.n_q) - 1);
-        int64_t from = greater(lesser(first.first, last.first) - h.first_key - t.key, 0);
-        int64_t to = lesser(greater(first.stop, last.stop) - h.first_key - t.key, t.keys);
-        if (from >= to) continue;
-        multiply_rows<T, ADDED_TO_C>(h.wide_k / LANES<T>, h.dscores + from * QUERIES + i, 1, QUERIES, h.k.row(t.key + from),
-                                 h.k.step, to - from, h.dq + (t.query + i) * h.wide_k, h.wide_k, nullptr);
     }
 }
 
@@ -284,8 +320,8 @@ template <class T, class Body> inline void for_tiles(const Head<T> &h, Body body
 /// Add the gradients of all tiles of a head to dq, dk and dv.
 template <class T> inline void add_gradients(const Head<T> &h) {
     for_tiles(h, [&](const Tile &t) {
-        for (int64_t group = 0; group < t.keys; group += ROWS) gradients_of_group(h, t, group);
-        add_dq(h, t);
+        for (int64_t i = 0; i < t.queries; i += STRIP) gradients_of_strip(h, strip_of(h, t, i));
+        for (int64_t key = 0; key < t.keys; key += SUMMED) add_dq(h, t, key, lesser(key + SUMMED, t.keys));
     });
 }
 

@@ -6,6 +6,8 @@
 #include "score_rows.h"
 #include "threads.h"
 
+namespace forward {
+
 /// The numbers of a call that do not depend on the task. All rows of the query heads of one key head are one list.
 template <class Element> struct Call {
     typedef Wide<Element> T;
@@ -102,3 +104,5 @@ inline bool finish_row(const Call<Element> &call, int64_t item, int64_t head, in
     bool deep = row.largest < -Limits<T>::LARGE && row.total != 0;  // of a bias near the end of the range
     return sum_of<T>(zeros) == 0 && row.total < Limits<T>::LARGE && row.largest < Limits<T>::LARGE && !deep;
 }
+
+}  // namespace forward

@@ -41,14 +41,40 @@ template <class Element>
 inline void pack_scaled(Rows<Element> rows, int64_t i, int64_t n, Wide<Element> factor, Wide<Element> *out,
                         Magnitude<Wide<Element>> *most) {
     typedef Wide<Element> T;
-    read_row(rows.at(i), rows.feature, n, out);
+    const T *row = out;
+    if (rows.template plain<T>()) row = reinterpret_cast<const T *>(rows.at(i));
+    else read_row(rows.at(i), rows.feature, n, out);
     int64_t x = 0;
     for (; x + LANES<T> <= n; x += LANES<T>) {
-        Vector<T> scaled = load(out + x) * factor;
+        Vector<T> scaled = load(row + x) * factor;
         store(out + x, scaled);
         most->add(scaled);
     }
-    for (; x < n; x++) most->add(out[x] *= factor);
+    for (; x < n; x++) most->add(out[x] = row[x] * factor);
+}
+
+/// to[f][x] = from[x][f] for f < n and x < LANES, 0 for x >= count; rows of `to` have PANEL elements.
+template <class T, bool FULL>
+POLYATTN_INLINE void transpose_rows(const T *from, int64_t step, int count, int64_t n, T *to, Magnitude<T> *most) {
+    constexpr int L = LANES<T>;
+    int64_t f = 0;
+    for (; f + L <= n; f += L) {
+        Vector<T> square[L];
+        POLYATTN_UNROLL
+        for (int x = 0; x < L; x++) square[x] = FULL || x < count ? load(from + x * step + f) : Vector<T>{};
+        transpose<T>(square);
+        POLYATTN_UNROLL
+        for (int x = 0; x < L; x++) {
+            store(to + (f + x) * PANEL<T>, square[x]);
+            most->add(square[x]);
+        }
+    }
+    for (; f < n; f++) {
+        Vector<T> column{};
+        for (int x = 0; x < count; x++) column[x] = from[x * step + f];
+        store(to + f * PANEL<T>, column);
+        most->add(column);
+    }
 }
 
 /// panel[f][x] = feature f of row i + x, f < n, x < PANEL; 0 for x >= count. buffer: LANES * n elements.
@@ -57,36 +83,23 @@ inline void pack_panel(Rows<Element> rows, int64_t i, int64_t count, int64_t n, 
                        Wide<Element> *buffer, Magnitude<Wide<Element>> *most) {
     typedef Wide<Element> T;
     constexpr int L = LANES<T>;
+    Magnitude<T> magnitude = *most;  // in a register
     for (int first = 0; first < PANEL<T>; first += L) {
         int there = count - first < L ? static_cast<int>(count - first) : L;
         if (there <= 0) {
             for (int64_t f = 0; f < n; f++) store(panel + f * PANEL<T> + first, Vector<T>{});
             continue;
         }
-        const T *source = reinterpret_cast<const T *>(rows.at(i + first));
-        int64_t stride = rows.row;
+        const T *from = reinterpret_cast<const T *>(rows.at(i + first));
+        int64_t step = rows.row;
         if (!rows.template plain<T>()) {
             for (int x = 0; x < there; x++) read_row(rows.at(i + first + x), rows.feature, n, buffer + x * n);
-            source = buffer, stride = n;
+            from = buffer, step = n;
         }
-        int64_t f = 0;
-        for (; f + L <= n; f += L) {
-            Vector<T> square[L];
-            for (int x = 0; x < L; x++) square[x] = x < there ? load(source + x * stride + f) : Vector<T>{};
-            transpose<T>(square);
-            POLYATTN_UNROLL
-            for (int x = 0; x < L; x++) {
-                store(panel + (f + x) * PANEL<T> + first, square[x]);
-                most->add(square[x]);
-            }
-        }
-        for (; f < n; f++) {
-            Vector<T> column{};
-            for (int x = 0; x < there; x++) column[x] = source[x * stride + f];
-            store(panel + f * PANEL<T> + first, column);
-            most->add(column);
-        }
+        if (there == L) transpose_rows<T, true>(from, step, L, n, panel + first, &magnitude);
+        else transpose_rows<T, false>(from, step, there, n, panel + first, &magnitude);
     }
+    *most = magnitude;
 }
 
 /// out[x][f] = feature f of row i + x, x < count; 0 for n <= f < padded.

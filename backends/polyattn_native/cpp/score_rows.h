@@ -3,6 +3,8 @@
 
 #include "softcap.h"
 
+namespace forward {
+
 /// The running sums of a row of attention: scores so far have the largest value `largest`, and sum to `total`.
 template <class T> struct Running {
     T largest;  // -inf before the first score; in units of log 2
@@ -26,15 +28,15 @@ template <class T> POLYATTN_INLINE T exponentials_in(T *scores, int64_t vectors,
     Vector<T> base = broadcast(largest), sum{}, other{};
     int64_t v = 0;
     for (; v + 2 <= vectors; v += 2) {
-        Vector<T> a = exp2_of(load(scores + v * LANES<T>) - base);
-        Vector<T> b = exp2_of(load(scores + (v + 1) * LANES<T>) - base);
+        Vector<T> a = exp2_below(load(scores + v * LANES<T>) - base);
+        Vector<T> b = exp2_below(load(scores + (v + 1) * LANES<T>) - base);
         store(scores + v * LANES<T>, a);
         store(scores + (v + 1) * LANES<T>, b);
         sum += a;
         other += b;
     }
     if (v < vectors) {
-        Vector<T> a = exp2_of(load(scores + v * LANES<T>) - base);
+        Vector<T> a = exp2_below(load(scores + v * LANES<T>) - base);
         store(scores + v * LANES<T>, a);
         sum += a;
     }
@@ -77,3 +79,5 @@ template <class T> POLYATTN_INLINE void exclude_outside(T *scores, int64_t first
     for (int64_t x = 0; x < first && x < length; x++) scores[x] = excluded;
     for (int64_t x = stop > 0 ? stop : 0; x < length; x++) scores[x] = excluded;
 }
+
+}  // namespace forward

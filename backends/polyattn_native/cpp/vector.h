@@ -5,6 +5,10 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64;
 #elif defined(__AVX2__)
 constexpr int VECTOR_BYTES = 32;
@@ -58,11 +62,27 @@ template <class T> POLYATTN_INLINE Vector<T> count_up() {
     return x;
 }
 
-/// The larger of two numbers; b where either is NaN. One instruction.
-template <class V> POLYATTN_INLINE V larger(V a, V b) { return a > b ? a : b; }
+/// Hide from the compiler that a vector is constant: GCC would exchange the operands of a comparison with a constant, and
+/// then it needs two instructions for a maximum.
+template <class V> POLYATTN_INLINE void hide(V &x) {
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
+    asm("" : "+v"(x));
+#else
+    static_cast<void>(x);
+#endif
+}
 
-/// The smaller of two numbers; b where either is NaN. One instruction.
-template <class V> POLYATTN_INLINE V smaller(V a, V b) { return a < b ? a : b; }
+/// The larger of two vectors; b where either is NaN. One instruction.
+template <class V> POLYATTN_INLINE V larger(V a, V b) {
+    hide(a);
+    return a > b ? a : b;
+}
+
+/// The smaller of two vectors; b where either is NaN. One instruction.
+template <class V> POLYATTN_INLINE V smaller(V a, V b) {
+    hide(a);
+    return a < b ? a : b;
+}
 
 /// The larger of two numbers; NaN where either is NaN.
 template <class V> POLYATTN_INLINE V maximum(V a, V b) {
@@ -158,20 +178,24 @@ template <class T> POLYATTN_INLINE Vector<T> sums_of(Vector<T> *rows) {
 
 // ---- exp2 -----------------------------------------------------------------------------------------------------------
 
-/// 2^x for float: 0 below 2^-126, NaN for NaN, infinity from 2^128; relative error below 1e-7.
-POLYATTN_INLINE Vector<float> exp2_of(Vector<float> x) {
-    const Vector<float> least = broadcast(-126.0f);
-    const float shift = 12582912.0f + 127;  // 1.5 * 2^23, plus the bias of the exponent
-    Vector<float> at_least = larger(least, smaller(broadcast(128.0f), x));  // keeps NaN
-    Vector<float> moved = at_least + shift;  // its low bits are the rounded number plus 127
-    Vector<float> f = at_least - (moved - shift);
+/// The polynomial of 2^f for |f| <= 1/2; relative error 2e-9.
+POLYATTN_INLINE Vector<float> exp2_series(Vector<float> f) {
     Vector<float> p = broadcast(1.535336188319500e-4f);
     p = p * f + 1.339887440266574e-3f;
     p = p * f + 9.618437357674640e-3f;
     p = p * f + 5.550332471162809e-2f;
     p = p * f + 2.402264791363012e-1f;
     p = p * f + 6.931472028550421e-1f;
-    p = p * f + 1.0f;
+    return p * f + 1.0f;
+}
+
+/// 2^x for float: 0 below 2^-126, NaN for NaN, infinity from 2^128; relative error below 1e-7.
+POLYATTN_INLINE Vector<float> exp2_of(Vector<float> x) {
+    const Vector<float> least = broadcast(-126.0f);
+    const float shift = 12582912.0f + 127;  // 1.5 * 2^23, plus the bias of the exponent
+    Vector<float> at_least = larger(least, smaller(broadcast(128.0f), x));  // keeps NaN
+    Vector<float> moved = at_least + shift;  // its low bits are the rounded number plus 127
+    Vector<float> p = exp2_series(at_least - (moved - shift));
     p *= reinterpret_cast<Vector<float>>(reinterpret_cast<Bits<float>>(moved) << 23);
     return x < least ? Vector<float>{} : p;
 }
@@ -200,6 +224,21 @@ POLYATTN_INLINE Vector<double> exp2_of(Vector<double> x) {
     p *= reinterpret_cast<Vector<double>>(reinterpret_cast<Bits<double>>(moved) << 52);
     return x < least ? Vector<double>{} : p;
 }
+
+/// exp2_of for x <= 0 or NaN, with fewer instructions; 0 from far below.
+POLYATTN_INLINE Vector<double> exp2_below(Vector<double> x) { return exp2_of(x); }
+
+#if defined(__AVX512F__)
+POLYATTN_INLINE Vector<float> exp2_below(Vector<float> x) {
+    const __mmask16 ALL = 0xFFFF;  // without a mask, GCC warns of its own header
+    Vector<float> at_least = larger(broadcast(-200.0f), x);  // 2^-200 is 0 in float
+    __m512 whole = _mm512_maskz_roundscale_ps(ALL, reinterpret_cast<__m512>(at_least), 0);
+    Vector<float> p = exp2_series(at_least - reinterpret_cast<Vector<float>>(whole));
+    return reinterpret_cast<Vector<float>>(_mm512_maskz_scalef_ps(ALL, reinterpret_cast<__m512>(p), whole));
+}
+#else
+POLYATTN_INLINE Vector<float> exp2_below(Vector<float> x) { return exp2_of(x); }
+#endif
 
 /// 2^x of one number, by the same steps.
 template <class T> POLYATTN_INLINE T exp2_of(T x) { return exp2_of(broadcast(x))[0]; }

@@ -19,7 +19,7 @@ from polyattn_native import _kernel, status
 pytestmark = pytest.mark.skipif(isinstance(status(), str), reason="there is no native library here")
 
 Arrays = tuple[np.ndarray, ...]
-KEYS, QUERIES = 96, 192
+KEYS, QUERIES = 192, 192
 """The lengths of a tile in backward_tiles.h."""
 
 

@@ -289,9 +289,9 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from polyattn_native import _pointwise
 
     monkeypatch.setattr(_pointwise, "library", lambda: "switched off")
-    _pointwise._operations.cache_clear()
+    _pointwise.operations.cache_clear()
     yield
-    _pointwise._operations.cache_clear()
+    _pointwise.operations.cache_clear()
 
 
 @pytest.mark.usefixtures("without_library")

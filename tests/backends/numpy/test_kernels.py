@@ -14,6 +14,7 @@ import polyattn as pa
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
+from polyattn_native import NativeKernel
 from polyattn_numpy import _blocked, _layout
 
 Arrays = tuple[np.ndarray, ...]
@@ -62,7 +63,11 @@ def test_every_case(case: Any, kernel: str, tiny: None) -> None:
         ((2, 4, 8, 8), {"bias": np.zeros((8, 8))}, "tiled"),
     ],
 )
-def test_which_kernel_runs(shape: tuple[int, ...], arguments: dict[str, Any], kernel: str) -> None:
+def test_which_kernel_runs(
+    shape: tuple[int, ...], arguments: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are left where there is no native library."""
+    monkeypatch.setattr(NativeKernel, "supports", lambda self, problem: "there is no library")
     (q,) = normal(shape)
     _, cache = pa.attention_forward(q, q, q, **arguments)
     assert cache.kernel == kernel

@@ -82,22 +82,22 @@ def test_a_failing_kernel_raises_in_the_caller(threads: None, monkeypatch: pytes
         raise MemoryError("Unable to allocate 1.00 TiB")
 
     q, k, v = problem()
-    want = pa.attention(q, k, v)
+    want = pa.attention(q, k, v, kernel="blocked")
     before = blas_threads()
     with monkeypatch.context() as patch:
         patch.setattr(_blocked.Forward, "task", fail)
         with pytest.raises(MemoryError, match="TiB"):
-            pa.attention(q, k, v)
+            pa.attention(q, k, v, kernel="blocked")
     assert blas_threads() == before
-    assert np.array_equal(pa.attention(q, k, v), want)
+    assert np.array_equal(pa.attention(q, k, v, kernel="blocked"), want)
 
 
 def test_calls_from_many_threads_at_once(threads: None) -> None:
     q, k, v = problem()
-    want = pa.attention(q, k, v, causal=True)
+    want = pa.attention(q, k, v, causal=True, kernel="blocked")
     with threadpool_limits(2, user_api="blas"):
         with ThreadPoolExecutor(8) as pool:
-            results = list(pool.map(lambda _: pa.attention(q, k, v, causal=True), range(40)))
+            results = list(pool.map(lambda _: pa.attention(q, k, v, causal=True, kernel="blocked"), range(40)))
         assert all(np.array_equal(x, want) for x in results)
         assert blas_threads() == 2
 

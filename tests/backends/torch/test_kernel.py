@@ -12,6 +12,7 @@ from polyattn.functional._arguments import checked_call, make_problem
 from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
+from polyattn_native import NativeKernel
 from polyattn_torch import _kernel, _operations
 
 REFUSED = {
@@ -137,8 +138,15 @@ def test_keys_outside_a_window_are_not_read(arguments, operands):
     assert sum(q.shape[2] * k.shape[2] for q, k, *_ in operands) < 4096 * 4096 / 6
 
 
+@pytest.fixture
+def no_library(monkeypatch):
+    """There is no native library."""
+    monkeypatch.setattr(NativeKernel, "supports", lambda self, problem: "there is no library")
+
+
+@pytest.mark.usefixtures("no_library")
 class TestChoice:
-    """It is the kernel of every torch tensor that it can compute, and says why of the others."""
+    """Without native kernels it has every torch tensor that it can compute, and says why of the others."""
 
     def test_it_is_chosen(self):
         q, k, v = tensors((2, 3, 4), (2, 5, 4), (2, 5, 4))
@@ -342,7 +350,7 @@ class TestFollowed:
 
     def test_no_graph_is_kept(self):
         leaves = [x.requires_grad_() for x in tensors(*[(1, 2, 5, 4)] * 3)]
-        out, cache = pa.attention_forward(*leaves, causal=True)
+        out, cache = pa.attention_forward(*leaves, causal=True, kernel="fused")
         assert cache.kernel == "fused"
         assert out.grad_fn is None
         assert all(x is None or x.grad_fn is None for x in pa.backend.flatten(cache)[0])
