@@ -13,7 +13,7 @@ from polyattn.backend import Array
 
 from ._threads import thread_count
 
-__all__ = ["Layout", "address", "is_whole", "layout_of", "succeeded"]
+__all__ = ["CODES", "Layout", "address", "aligned", "is_matrix", "is_whole", "layout_of", "steps_of", "succeeded"]
 
 CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}  # enum DType of cpp/abi.h
 OK, NO_MEMORY = 0, 1  # enum Status
@@ -43,7 +43,7 @@ def layout_of(backend: str, axes: int, *arrays: Array) -> Layout | None:
         return None
     contiguous = True
     for x in arrays:
-        if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or not x.flags.aligned:
+        if type(x) is not np.ndarray or x.dtype != dtype or x.shape != shape or not x.flags.aligned:
             return None
         contiguous = contiguous and x.flags.c_contiguous
     threads = 1 if size < ALONE else thread_count(backend)
@@ -74,6 +74,11 @@ def _regular(axes: list[tuple[int, int]]) -> bool:
     return all(outer == size * stride for (size, stride), (_, outer) in itertools.pairwise(axes))
 
 
+def aligned(x: Array | None) -> Array | None:
+    """Return an array, or a copy if its elements are not aligned."""
+    return x if x is None or x.flags.aligned else x.copy()
+
+
 def address(x: Array | None) -> int | None:
     """Return where the elements of an array begin; ``x.ctypes.data`` takes four times as long."""
     if x is None:
@@ -96,4 +101,15 @@ def is_whole(p: Array | None, x: Array, size: int) -> bool:
     if p is None:
         return True
     flags = p.flags
-    return type(p) is np.ndarray and p.size == size and p.dtype is x.dtype and flags.c_contiguous and flags.aligned
+    return type(p) is np.ndarray and p.size == size and p.dtype == x.dtype and flags.c_contiguous and flags.aligned
+
+
+def is_matrix(x: Array, like: Array) -> bool:
+    """Return whether an array is a matrix of the dtype of another one, which the library can read."""
+    readable = type(x) is np.ndarray and x.ndim == 2 and x.flags.aligned and x.dtype == like.dtype and x.dtype in CODES
+    return readable and not any(step % x.itemsize for step in x.strides)
+
+
+def steps_of(x: Array) -> tuple[int, ...]:
+    """Return the strides in elements."""
+    return tuple([step // x.itemsize for step in x.strides])

@@ -16,20 +16,27 @@ import numpy as np
 
 from polyattn.backend import Array
 
-from ._arrays import address, is_whole, layout_of, succeeded
-from ._library import library
+from ._arrays import CODES, address, aligned, is_matrix, is_whole, layout_of, steps_of, succeeded
+from ._library import library, status
+from ._threads import thread_count
 
 __all__ = ["operation", "operations"]
 
 GELU = {"none": 0, "tanh": 1}  # enum Activation of cpp/pointwise.cpp
 SILU = 2
 NULL = None
+ROWS, COLUMNS = 96, 32  # of the smallest matrix product that is faster than NumPy's BLAS
 
 
 def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
     """Return the results of an operation on NumPy arrays, or None: see ``polyattn.backend.Backend.operation``."""
     function = operations("numpy").get(name)
-    return None if function is None else function(*arrays, **options)
+    if function is None:
+        return None
+    results = function(*arrays, **options)
+    if results is None and not all(x is None or x.flags.aligned for x in arrays):
+        return function(*map(aligned, arrays), **options)
+    return results
 
 
 @functools.cache
@@ -43,6 +50,17 @@ def operations(backend: str) -> Mapping[str, Callable[..., Any]]:
         return {}
     own = Operations(functions, backend)
     return {name: getattr(own, name) for name in vars(Operations) if not name.startswith("_")}
+
+
+def instruction_set() -> str:
+    """Return the instruction set of the library, or an empty string."""
+    found = status()
+    return "" if isinstance(found, str) else found.instruction_set
+
+
+def _rows(x: Array, width: int) -> Array:
+    """(…, width) → (rows, width)."""
+    return x.reshape(x.size // width if width else 0, width)
 
 
 class AdamWStep(ctypes.Structure):
@@ -59,10 +77,13 @@ class Operations:
 
     def __init__(self, functions: ctypes.CDLL, backend: str) -> None:
         self._backend = backend
+        # Elsewhere NumPy's BLAS is as fast, or it was not measured.
+        self._multiplies = instruction_set().startswith("x86-64-v4")
         code, count, pointer, real = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
         codes: list[type[Any]] = [code] * 3
         sizes: list[type[Any]] = [count] * 2
         rows: list[type[Any]] = [pointer, count]
+        matrix: list[type[Any]] = [pointer, count, count]
         self._activation = functions.polyattn_activation
         self._activation.argtypes = [*codes, *sizes, *rows * 2, pointer]
         self._activation_backward = functions.polyattn_activation_backward
@@ -77,6 +98,10 @@ class Operations:
         self._norm_backward.argtypes = [*codes, *sizes, *rows * 2, *[pointer] * 6]
         self._norm_parts = functions.polyattn_norm_parts
         self._norm_parts.restype, self._norm_parts.argtypes = count, sizes
+        self._matmul = functions.polyattn_matmul
+        self._matmul.argtypes = [code, code, *sizes, count, *matrix * 2, pointer, pointer]
+        self._sum_rows = functions.polyattn_sum_rows
+        self._sum_rows.argtypes = [code, code, *sizes, *rows, pointer]
         self._adamw = functions.polyattn_adamw
         self._adamw.argtypes = [code, code, count, ctypes.POINTER(AdamWStep), pointer, pointer]
 
@@ -112,10 +137,10 @@ class Operations:
             return None
         dtype, rows, n, steps, threads = layout
         y = np.empty(x.shape, x.dtype)
-        status = self._activation(
+        done = self._activation(
             dtype, activation, threads, rows, n, address(x), steps[0], address(up), steps[-1], address(y)
         )
-        return y if succeeded(status, x.size) else None
+        return y if succeeded(done, x.size) else None
 
     def _activated_backward(self, activation: int, dy: Array, x: Array) -> Array | None:
         layout = layout_of(self._backend, 0, dy, x)
@@ -123,11 +148,11 @@ class Operations:
             return None
         dtype, rows, n, steps, threads = layout
         dx = np.empty(x.shape, x.dtype)
-        status = self._activation_backward(
+        done = self._activation_backward(
             dtype, activation, threads, rows, n, address(dy), steps[0], address(x), steps[1], NULL, 0, address(dx),
             NULL,
         )  # fmt: skip
-        return dx if succeeded(status, x.size) else None
+        return dx if succeeded(done, x.size) else None
 
     def _gated_backward(self, activation: int, dy: Array, gate: Array, up: Array) -> tuple[Array, Array] | None:
         layout = layout_of(self._backend, 0, dy, gate, up)
@@ -135,11 +160,11 @@ class Operations:
             return None
         dtype, rows, n, steps, threads = layout
         dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
-        status = self._activation_backward(
+        done = self._activation_backward(
             dtype, activation, threads, rows, n, address(dy), steps[0], address(gate), steps[1], address(up),
             steps[2], address(dgate), address(dup),
         )  # fmt: skip
-        return (dgate, dup) if succeeded(status, gate.size) else None
+        return (dgate, dup) if succeeded(done, gate.size) else None
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -161,8 +186,8 @@ class Operations:
             return None
         dtype, rows, n, steps, threads = layout
         y = np.empty(x.shape, x.dtype)
-        status = self._softmax(dtype, logarithm, threads, rows, n, address(x), steps[0], address(y))
-        return y if succeeded(status, x.size) else None
+        done = self._softmax(dtype, logarithm, threads, rows, n, address(x), steps[0], address(y))
+        return y if succeeded(done, x.size) else None
 
     def _normalised_backward(self, logarithm: int, dy: Array, y: Array, axis: int) -> Array | None:
         layout = layout_of(self._backend, 1, dy, y) if axis in (-1, y.ndim - 1) else None
@@ -170,10 +195,10 @@ class Operations:
             return None
         dtype, rows, n, steps, threads = layout
         dx = np.empty(y.shape, y.dtype)
-        status = self._softmax_backward(
+        done = self._softmax_backward(
             dtype, logarithm, threads, rows, n, address(dy), steps[0], address(y), steps[1], address(dx)
         )
-        return dx if succeeded(status, y.size) else None
+        return dx if succeeded(done, y.size) else None
 
     def layer_norm(
         self, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int
@@ -209,11 +234,11 @@ class Operations:
         root = np.empty((*x.shape[: x.ndim - axes], *(1,) * axes), x.dtype)
         if centred and not (weight is None and bias is None):
             xhat = np.empty(x.shape, x.dtype)
-        status = self._norm(
+        done = self._norm(
             dtype, centred, threads, rows, n, eps, address(x), step, address(weight), address(bias), address(y),
             NULL if xhat is y else address(xhat), address(root),
         )  # fmt: skip
-        return (y, xhat, root) if succeeded(status, x.size) else None
+        return (y, xhat, root) if succeeded(done, x.size) else None
 
     def _normed_backward(
         self, centred: int, dy: Array, x: Array, root: Array, weight: Array | None, bias: Array | None, axes: int
@@ -228,11 +253,54 @@ class Operations:
         dweight, dbias = (None if p is None else np.empty(p.shape, p.dtype) for p in (weight, bias))
         wanted = (dweight is not None) + (dbias is not None)
         parts = np.empty(wanted * self._norm_parts(rows, n), x.dtype) if wanted else None
-        status = self._norm_backward(
+        done = self._norm_backward(
             dtype, centred, threads, rows, n, address(dy), steps[0], address(x), steps[1], address(root),
             address(weight), address(dx), address(dweight), address(dbias), address(parts),
         )  # fmt: skip
-        return (dx, dweight, dbias) if succeeded(status, x.size) else None
+        return (dx, dweight, dbias) if succeeded(done, x.size) else None
+
+    # ---- linear maps ---------------------------------------------------------------------------------------------
+
+    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
+        y = self._product(_rows(x, weight.shape[0]), weight, bias)
+        return None if y is None else y.reshape(*x.shape[:-1], weight.shape[1])
+
+    def linear_backward(
+        self, dy: Array, x: Array, weight: Array, bias: Array | None, *, inputs: bool
+    ) -> tuple[Array | None, Array, Array | None] | None:
+        x_rows, dy_rows = _rows(x, weight.shape[0]), _rows(dy, weight.shape[1])
+        dweight = self._product(x_rows.T, dy_rows)
+        if dweight is None:
+            return None
+        dx = self._product(dy_rows, weight.T) if inputs else None
+        dbias = None if bias is None else self._sum_of_rows(dy_rows)
+        if (inputs and dx is None) or (bias is not None and dbias is None):
+            return None
+        return None if dx is None else dx.reshape(x.shape), dweight, dbias
+
+    def _product(self, a: Array, b: Array, bias: Array | None = None) -> Array | None:
+        """Return a b + bias for matrices with any strides; None where NumPy's product is faster."""
+        (m, k), n = a.shape, b.shape[1]
+        if not self._multiplies or m < ROWS or min(k, n) < COLUMNS:
+            return None
+        if not (is_matrix(a, a) and is_matrix(b, a) and b.shape[0] == k and is_whole(bias, a, n)):
+            return None
+        y = np.empty((m, n), a.dtype)
+        done = self._matmul(
+            CODES[a.dtype], thread_count(self._backend), m, k, n, address(a), *steps_of(a), address(b), *steps_of(b),
+            address(bias), address(y),
+        )  # fmt: skip
+        return y if succeeded(done, y.size) else None
+
+    def _sum_of_rows(self, x: Array) -> Array | None:
+        layout = layout_of(self._backend, 1, x)
+        if layout is None:
+            return None
+        total = np.empty(layout.n, x.dtype)
+        done = self._sum_rows(
+            layout.dtype, layout.threads, layout.rows, layout.n, address(x), layout.steps[0], address(total)
+        )
+        return total if succeeded(done, x.size) else None
 
     # ---- AdamW ---------------------------------------------------------------------------------------------------
 
@@ -248,5 +316,5 @@ class Operations:
         updated = np.empty(theta.shape, theta.dtype), np.empty(theta.shape, theta.dtype), np.empty_like(square)
         inputs = (ctypes.c_void_p * 4)(*map(address, (theta, grad, mean, square)))
         outputs = (ctypes.c_void_p * 3)(*map(address, updated))
-        status = self._adamw(layout.dtype, layout.threads, layout.n, step, inputs, outputs)
-        return updated if succeeded(status, theta.size) else None
+        done = self._adamw(layout.dtype, layout.threads, layout.n, step, inputs, outputs)
+        return updated if succeeded(done, theta.size) else None

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward_tiles.h"
+#include "threads.h"
 
 namespace gradients {
 

@@ -2,11 +2,13 @@
 #pragma once
 
 #include "masks.h"
-#include "pack.h"
+#include "pairs.h"
 #include "score_rows.h"
 #include "threads.h"
 
 namespace forward {
+
+constexpr int FEW = 4;  // up to so many rows of a key head, keys are read as they are, without packing
 
 /// The numbers of a call that do not depend on the task. All rows of the query heads of one key head are one list.
 template <class Element> struct Call {
@@ -19,7 +21,9 @@ template <class Element> struct Call {
     int64_t q_step, padded;           // d_k and d_v, rounded up to whole vectors
     bool values_in_place;             // the values are read without a packed copy
     bool has_addends;
+    bool pairs;  // the matrix products are those of pairs of bfloat16, which are not scaled before
     T factor;   // of the queries: the scores are then in units of log 2, or of the softcap
+    T unit;     // of the scores where they are the products: 1, or for pairs the factor
     T softcap;  // in units of log 2; 0: none
     T log2e;    // of a bias
     mutable int32_t doubts = 0;
@@ -34,6 +38,8 @@ template <class Element> struct Call {
         has_addends = pairs_of<T>(*a, 0, 0).has_addends() || a->slopes;
         factor = static_cast<T>(a->softcap != 0 ? a->scale / a->softcap : a->scale * log2_of_e);
         softcap = static_cast<T>(a->softcap * log2_of_e);
+        pairs = PAIRS<Element> && rows > FEW;
+        unit = pairs && factor > 0 && !has_addends && softcap == 0 ? factor : T(1);
         log2e = static_cast<T>(log2_of_e);
     }
 

@@ -8,7 +8,6 @@ namespace forward {
 constexpr int KEYS = 512;              // of a block
 constexpr int GROUP = 2 * ROWS;        // rows whose scores of a block are in the cache at a time
 constexpr int SCORES_ROW = KEYS + 16;  // not a power of two, so that rows do not fall on the same cache lines
-constexpr int FEW = 4;                 // up to so many rows of a key head, keys are read as they are, without packing
 
 /// One query head of a chunk.
 template <class Element> struct Head {
@@ -35,7 +34,7 @@ template <class Element> struct Chunk {
     Head<Element> *heads;
     Row<T> *rows;
     T *q, *out;          // (count, q_step), scaled; (count, padded d_v)
-    T *panels, *values;  // of a block: (panels, d_k, PANEL), (KEYS, padded d_v)
+    T *panels, *values;  // of a block: (panels, d_k, PANEL), (KEYS, padded d_v); half of it if pairs
     T *scores, *spare;   // (GROUP, SCORES_ROW); a row of addends or of dropout, also a buffer for packing
     bool *packed;        // which panels of the block are packed
     Magnitude<T> q_most, k_most;
@@ -53,7 +52,7 @@ template <class Element> Arena lay_out(Chunk<Element> *c, const Call<Element> &c
     c->rows = arena.take<Row<T>>(rows);
     c->q = arena.take<T>(rows * call.q_step);
     c->out = arena.take<T>(rows * call.padded);
-    c->panels = arena.take<T>(call.rows > FEW ? KEYS * a.d_k : 0);
+    c->panels = arena.take<T>(call.rows > FEW ? KEYS * (a.d_k + 1) : 0);
     c->values = arena.take<T>(call.values_in_place ? 0 : KEYS * call.padded);
     c->scores = arena.take<T>(GROUP * SCORES_ROW);
     c->spare = arena.take<T>(greater(SCORES_ROW, LANES<T> * call.q_step));
@@ -78,6 +77,12 @@ template <class Element> void begin(Chunk<Element> *c) {
         }
         c->rows[r] = {head, query, keys_of(c->heads[head].pairs, query), start};
         T *q = c->q + r * call.q_step;
+        if constexpr (PAIRS<Element>) {
+            if (call.pairs) {
+                most.add(call.factor * widened(Bfloat{pack_pairs(c->heads[head].q, query, a.d_k, q)}));
+                continue;
+            }
+        }
         pack_scaled(c->heads[head].q, query, a.d_k, call.factor, q, &most);
         for (int64_t f = a.d_k; f < call.q_step; f++) q[f] = 0;
     }
@@ -99,21 +104,35 @@ template <class Element> Range union_of(const Chunk<Element> &c, int64_t from, i
     return all;
 }
 
-/// Pack the keys and values of panels [from, to) of the block at key `block`, those that are not packed yet.
-template <class Element> void pack_block(Chunk<Element> *c, int64_t block, int64_t from, int64_t to) {
+/// The packed keys of a panel of the block.
+template <class Element> Wide<Element> *panel_at(const Chunk<Element> *c, int64_t p) {
+    return c->panels + p * PANEL<Wide<Element>> * (c->call->pairs ? (c->call->a->d_k + 1) / 2 : c->call->a->d_k);
+}
+
+/// Pack the keys and values of a panel of the block at key `block`.
+template <class Element> void pack_keys(Chunk<Element> *c, int64_t block, int64_t p) {
     typedef Wide<Element> T;
     const Call<Element> &call = *c->call;
-    const Attention &a = *call.a;
+    const int64_t d_k = call.a->d_k, d_v = call.a->d_v;
+    int64_t key = block + p * PANEL<T>, count = lesser(PANEL<T>, c->stop - key);
+    T *panel = panel_at(c, p);
+    if constexpr (PAIRS<Element>) {
+        if (call.pairs) {
+            c->k_most.add(widened(Bfloat{pack_pair_panel(c->k, key, count, d_k, panel, c->spare)}));
+            return pack_pair_rows(c->v, key, count, d_v, call.padded, c->values + p * PANEL<T> / 2 * call.padded);
+        }
+    }
+    if (call.rows > FEW) pack_panel(c->k, key, count, d_k, panel, c->spare, &c->k_most);
+    if (!call.values_in_place)
+        pack_rows(c->v, key, count, d_v, call.padded, c->values + p * PANEL<T> * call.padded);
+}
+
+/// Pack panels [from, to) of the block at key `block`, those that are not packed yet.
+template <class Element> void pack_block(Chunk<Element> *c, int64_t block, int64_t from, int64_t to) {
     for (int64_t p = from; p < to; p++) {
         if (c->packed[p]) continue;
         c->packed[p] = true;
-        int64_t key = block + p * PANEL<T>, count = lesser(PANEL<T>, c->stop - key);
-        if (call.rows > FEW)
-            pack_panel(c->k, key, count, a.d_k,
-                       c->panels + p * PANEL<T> * a.d_k, c->spare, &c->k_most);
-        if (!call.values_in_place)
-            pack_rows(c->v, key, count, a.d_v, call.padded,
-                      c->values + p * PANEL<T> * call.padded);
+        pack_keys(c, block, p);
     }
 }
 

@@ -10,11 +10,18 @@ template <class Element> void multiply_keys(Chunk<Element> *c, int64_t row, int6
     typedef Wide<Element> T;
     int64_t d_k = c->call->a->d_k, q_step = c->call->q_step;
     for (int64_t x = 0; x < n; x += PANEL<T>) {
-        const T *of_panel = c->panels + (panel * PANEL<T> + x) * d_k;
+        const T *of_panel = panel_at(c, panel + x / PANEL<T>);
         int vectors = static_cast<int>((lesser(n - x, PANEL<T>) + LANES<T> - 1) / LANES<T>);
-        for (int64_t r = 0; r < rows; r += ROWS)
-            multiply_vectors<T, ROWS, FROM_ZERO>(vectors, c->q + (row + r) * q_step, q_step, 1, of_panel, PANEL<T>, d_k,
-                                                 c->scores + r * SCORES_ROW + x, SCORES_ROW, nullptr);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const T *q = c->q + (row + r) * q_step;
+            T *scores = c->scores + r * SCORES_ROW + x;
+            if constexpr (PAIRS<Element>)
+                multiply_vectors<T, ROWS, FROM_ZERO, PairProducts>(vectors, q, q_step, 1, of_panel, PANEL<T>,
+                                                                   (d_k + 1) / 2, scores, SCORES_ROW, nullptr);
+            else
+                multiply_vectors<T, ROWS, FROM_ZERO>(vectors, q, q_step, 1, of_panel, PANEL<T>, d_k, scores, SCORES_ROW,
+                                                     nullptr);
+        }
     }
 }
 
@@ -61,6 +68,7 @@ Wide<Element> weigh(Chunk<Element> *c, Row<Wide<Element>> *row, Wide<Element> *s
     typedef Wide<Element> T;
     const Call<Element> &call = *c->call;
     int64_t vectors = (n + LANES<T> - 1) / LANES<T>;
+    if (call.pairs && call.unit == 1) scale_row(scores, vectors, call.factor);
     if (call.softcap != 0) cap_row(scores, vectors, call.softcap);
     const Pairs<T> &pairs = c->heads[row->head].pairs;
     if (call.has_addends) {
@@ -70,7 +78,7 @@ Wide<Element> weigh(Chunk<Element> *c, Row<Wide<Element>> *row, Wide<Element> *s
     }
     if (row->keys.first > key || row->keys.stop < key + vectors * LANES<T>)
         exclude_outside(scores, row->keys.first - key, row->keys.stop - key, vectors);
-    T factor = advance(&row->sums, scores, vectors);
+    T factor = advance(&row->sums, scores, vectors, call.unit);
     if (pairs.drop_below) {
         keeps_of(pairs, row->query, key, n, c->spare);
         for (int64_t x = 0; x < n; x++) scores[x] = c->spare[x] != 0 ? scores[x] * c->spare[x] : 0;
@@ -88,6 +96,31 @@ void multiply_values(int64_t rows, int64_t vectors, const T *weights, const T *v
         multiply_values<T, R - 1>(rows, vectors, weights, values, step, n, out, out_step, factors);
 }
 
+/// out = factors * out + weights (rows, n) times the values of n keys from key `key`, of panel `panel`, on.
+template <class Element>
+void add_values(Chunk<Element> *c, int64_t row, int64_t rows, int64_t key, int64_t panel, int64_t n,
+                const Wide<Element> *factors) {
+    typedef Wide<Element> T;
+    const Call<Element> &call = *c->call;
+    T *out = c->out + row * call.padded;
+    const int64_t vectors = call.padded / LANES<T>, first = panel * PANEL<T>;
+    if constexpr (PAIRS<Element>) {
+        for (int64_t r = 0; call.pairs && r < rows; r++) round_row(c->scores + r * SCORES_ROW, (n + LANES<T> - 1) / LANES<T>);
+        for (int64_t r = 0; call.pairs && r < rows; r += ROWS)
+            multiply_tile<T, ROWS, FROM_SCALED, PairProducts>(
+                vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, c->values + first / 2 * call.padded, call.padded,
+                (n + 1) / 2, out + r * call.padded, call.padded, factors + r);
+        if (call.pairs) return;
+    }
+    const T *values = call.values_in_place ? reinterpret_cast<const T *>(c->v.at(key)) : c->values + first * call.padded;
+    int64_t step = call.values_in_place ? c->v.row : call.padded;
+    if (call.rows <= FEW)
+        return multiply_values<T, FEW>(rows, vectors, c->scores, values, step, n, out, call.padded, factors);
+    for (int64_t r = 0; r < rows; r += ROWS)
+        multiply_rows<T, FROM_SCALED>(vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, values, step, n,
+                                      out + r * call.padded, call.padded, factors + r);
+}
+
 /// Add n keys from panel `panel` of the block at key `block` to the sums of `rows` rows from row `row` on.
 template <class Element> void add_keys(Chunk<Element> *c, int64_t row, int64_t rows, int64_t block, int64_t panel, int64_t n) {
     typedef Wide<Element> T;
@@ -100,17 +133,7 @@ template <class Element> void add_keys(Chunk<Element> *c, int64_t row, int64_t r
     T factors[GROUP];
     for (int64_t r = 0; r < padded_rows; r++) factors[r] = 1;
     for (int64_t r = 0; r < rows; r++) factors[r] = weigh(c, c->rows + row + r, c->scores + r * SCORES_ROW, key, n);
-    const T *values = c->values + panel * PANEL<T> * call.padded;
-    int64_t stride = call.padded;
-    if (call.values_in_place) {
-        values = reinterpret_cast<const T *>(c->v.at(key)), stride = c->v.row;
-    }
-    T *out = c->out + row * call.padded;
-    int64_t vectors = call.padded / LANES<T>;
-    if (few) return multiply_values<T, FEW>(rows, vectors, c->scores, values, stride, n, out, call.padded, factors);
-    for (int64_t r = 0; r < padded_rows; r += ROWS)
-        multiply_rows<T, FROM_SCALED>(vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, values, stride, n,
-                                            out + r * call.padded, call.padded, factors + r);
+    add_values(c, row, padded_rows, key, panel, n, factors);
 }
 
 /// Add the keys of the block that rows [row, row + rows) may see; runs of panels that a block mask excludes are skipped.

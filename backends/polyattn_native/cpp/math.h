@@ -133,6 +133,17 @@ POLYATTN_INLINE Vector<double> normal_tail(Vector<double> z) {
     return (x > 4.0 ? large : x > 0.46875 ? middle : small) * 0.5;
 }
 
+/// x, rounded: no multiplication before it is joined with an addition after it. Where a difference of two products has
+/// the choice, compilers choose differently for the last elements of a row.
+template <class T> POLYATTN_INLINE Vector<T> rounded(Vector<T> x) {
+#if defined(__x86_64__)
+    asm("" : "+v"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+    return x;
+}
+
 /// |x|.
 template <class T> POLYATTN_INLINE Vector<T> magnitude(Vector<T> x) {
     return (Vector<T>)((Bits<T>)x & Layout<T>::MAGNITUDE);

@@ -14,11 +14,16 @@ constexpr int VECTORS = VECTOR_BYTES == 32 ? 2 : 4;
 /// The elements of VECTORS vectors: the keys of a packed panel.
 template <class T> constexpr int PANEL = VECTORS * LANES<T>;
 
+/// How one product of the sum is added: by one fused instruction.
+struct Products {
+    template <class V> static POLYATTN_INLINE V add(V sum, V a, V b) { return sum + a * b; }
+};
+
 /// c[r][x] = start + sum over k < n of a[r * a_row + k * a_step] * b[k * b_row + x], r < R, x < V * LANES.
 ///
 /// a (R, n) with any strides; b (n, V * LANES) and c (R, V * LANES) with contiguous rows. Constant strides of a make it
 /// faster, so callers give them as literals where they can.
-template <class T, int R, int V, Start START>
+template <class T, int R, int V, Start START, class Add = Products>
 POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row, int64_t n, T *c,
                                     int64_t c_row, const T *factor) {
     Vector<T> sums[R][V];
@@ -39,7 +44,7 @@ POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, c
         for (int r = 0; r < R; r++) {
             Vector<T> of_a = broadcast(a[r * a_row + k * a_step]);
             POLYATTN_UNROLL
-            for (int v = 0; v < V; v++) sums[r][v] += of_a * of_b[v];
+            for (int v = 0; v < V; v++) sums[r][v] = Add::add(sums[r][v], of_a, of_b[v]);
         }
     }
     POLYATTN_UNROLL
@@ -52,23 +57,23 @@ POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, c
     }
 }
 
-/// multiply_block for `vectors` vectors, 1 to VECTORS.
-template <class T, int R, Start START>
+/// multiply_block for `vectors` vectors, 1 to V.
+template <class T, int R, Start START, class Add = Products, int V = VECTORS>
 POLYATTN_INLINE void multiply_vectors(int vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
                                       int64_t n, T *c, int64_t c_row, const T *factor) {
-    if (vectors >= VECTORS) return multiply_block<T, R, VECTORS, START>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
-    if (VECTORS > 3 && vectors == 3) return multiply_block<T, R, 3, START>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
-    if (VECTORS > 2 && vectors == 2) return multiply_block<T, R, 2, START>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
-    multiply_block<T, R, 1, START>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
+    if (V == 1 || vectors >= V)
+        multiply_block<T, R, V, START, Add>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
+    else if constexpr (V > 1)
+        multiply_vectors<T, R, START, Add, V - 1>(vectors, a, a_row, a_step, b, b_row, n, c, c_row, factor);
 }
 
 /// multiply_block for any number of vectors: c (R, vectors * LANES).
-template <class T, int R, Start START>
+template <class T, int R, Start START, class Add = Products>
 POLYATTN_INLINE void multiply_tile(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
                                    int64_t n, T *c, int64_t c_row, const T *factor) {
     for (int64_t first = 0; first < vectors; first += VECTORS) {
         int now = vectors - first < VECTORS ? static_cast<int>(vectors - first) : VECTORS;
-        multiply_vectors<T, R, START>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n, c + first * LANES<T>, c_row,
+        multiply_vectors<T, R, START, Add>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n, c + first * LANES<T>, c_row,
                                       factor);
     }
 }

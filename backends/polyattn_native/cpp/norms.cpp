@@ -15,7 +15,7 @@ template <class T> struct Forward {
     int64_t rows, n, height;
     bool centred;  // layer norm
     T eps;
-    Rows<const T> x;
+    Lines<const T> x;
     const T *weight, *bias;  // null if absent
     T *y, *xhat, *root;      // xhat is null for RMS norm, and if it is y
     Flag *flag;
@@ -25,7 +25,7 @@ template <class T> struct Forward {
 template <class T, int ROWS> struct Sums {
     T first[ROWS], second[ROWS];
 
-    POLYATTN_INLINE Sums(const Rows<const T> &x, int64_t i, int64_t n, const T *shift, const T *rest) {
+    POLYATTN_INLINE Sums(const Lines<const T> &x, int64_t i, int64_t n, const T *shift, const T *rest) {
         Vector<T> a[ROWS]{}, b[ROWS]{};
         along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
             POLYATTN_UNROLL
@@ -44,7 +44,7 @@ template <class T, int ROWS> struct Sums {
 template <class T, int ROWS> struct Moments {
     T mean[ROWS]{}, rest[ROWS]{}, square[ROWS];
 
-    POLYATTN_INLINE Moments(const Rows<const T> &x, int64_t i, int64_t n, bool centred) {
+    POLYATTN_INLINE Moments(const Lines<const T> &x, int64_t i, int64_t n, bool centred) {
         const T inverse = 1 / static_cast<T>(n), zero[ROWS]{};
         bool accurate = true;
         Sums<T, ROWS> plain(x, i, n, zero, zero);
@@ -99,7 +99,7 @@ template <class T> void forward_task(const void *context, int64_t task, void *) 
 template <class T> struct Backward {
     int64_t rows, n, height;
     bool centred;
-    Rows<const T> dy, x;  // x: x̂ for layer norm
+    Lines<const T> dy, x;  // x: x̂ for layer norm
     const T *root, *weight;
     T *dx;
     T *dweight, *dbias;  // (tasks, n) sums over the rows of each task; null if absent

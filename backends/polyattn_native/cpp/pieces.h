@@ -5,7 +5,7 @@
 #include "threads.h"
 
 /// rows x n elements, where `row` is the distance between the first elements of neighbouring rows.
-template <class T> struct Rows {
+template <class T> struct Lines {
     T *data;  // null if absent
     int64_t row;
 

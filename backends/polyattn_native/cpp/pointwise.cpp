@@ -56,7 +56,7 @@ template <class T> struct Gelu {
         return negative ? -below : x - below * bell_root;
     }
     POLYATTN_INLINE Vector<T> slope() const {
-        Vector<T> below = tail - size * static_cast<T>(0.39894228040143267794);  // 1 / √2π
+        Vector<T> below = rounded<T>(tail) - size * static_cast<T>(0.39894228040143267794);  // 1 / √2π
         return negative ? below : 1 - bell_root * bell_root * below;
     }
 };
@@ -80,8 +80,8 @@ template <class T> struct GeluTanh {
 
 template <class T> struct Forward {
     Pieces pieces;
-    Rows<const T> x, up;
-    Rows<T> y;
+    Lines<const T> x, up;
+    Lines<T> y;
     Flag *flag;
 };
 
@@ -109,8 +109,8 @@ template <class T, class F, bool GATED> void forward_piece(const void *context, 
 
 template <class T> struct Backward {
     Pieces pieces;
-    Rows<const T> dy, x, up;
-    Rows<T> dx, dup;
+    Lines<const T> dy, x, up;
+    Lines<T> dx, dup;
     Flag *flag;
 };
 

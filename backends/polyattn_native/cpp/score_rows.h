@@ -23,37 +23,43 @@ template <class T> POLYATTN_INLINE T largest_in(const T *scores, int64_t vectors
     return most_of<T>(larger(most, other));
 }
 
-/// Replace scores by 2^(score - largest) and return their sum.
-template <class T> POLYATTN_INLINE T exponentials_in(T *scores, int64_t vectors, T largest) {
+/// Replace scores by 2^(unit * score - largest) and return their sum.
+template <class T> POLYATTN_INLINE T exponentials_in(T *scores, int64_t vectors, T unit, T largest) {
     Vector<T> base = broadcast(largest), sum{}, other{};
     int64_t v = 0;
     for (; v + 2 <= vectors; v += 2) {
-        Vector<T> a = exp2_below(load(scores + v * LANES<T>) - base);
-        Vector<T> b = exp2_below(load(scores + (v + 1) * LANES<T>) - base);
+        Vector<T> a = exp2_below(load(scores + v * LANES<T>) * unit - base);
+        Vector<T> b = exp2_below(load(scores + (v + 1) * LANES<T>) * unit - base);
         store(scores + v * LANES<T>, a);
         store(scores + (v + 1) * LANES<T>, b);
         sum += a;
         other += b;
     }
     if (v < vectors) {
-        Vector<T> a = exp2_below(load(scores + v * LANES<T>) - base);
+        Vector<T> a = exp2_below(load(scores + v * LANES<T>) * unit - base);
         store(scores + v * LANES<T>, a);
         sum += a;
     }
     return sum_of<T>(sum + other);
 }
 
-/// Replace the scores of a row by weights relative to the new largest score; return the factor of the sums so far.
-template <class T> POLYATTN_INLINE T advance(Running<T> *row, T *scores, int64_t vectors) {
+/// Replace the scores of a row, in units of 1 / unit > 0, by weights relative to the new largest score; return the
+/// factor of the sums so far.
+template <class T> POLYATTN_INLINE T advance(Running<T> *row, T *scores, int64_t vectors, T unit) {
     const T none = -T(__builtin_inf());
-    T largest = largest_in(scores, vectors);
+    T largest = largest_in(scores, vectors) * unit;
     largest = largest > row->largest ? largest : row->largest;
     T base = largest == none ? T(0) : largest;
-    T sum = exponentials_in(scores, vectors, base);
+    T sum = exponentials_in(scores, vectors, unit, base);
     T factor = largest == row->largest ? T(1) : exp2_of(row->largest - base);
     row->total = row->total * factor + sum;
     row->largest = largest;
     return factor;
+}
+
+/// scores[x] *= factor, for whole vectors.
+template <class T> POLYATTN_INLINE void scale_row(T *scores, int64_t vectors, T factor) {
+    for (int64_t v = 0; v < vectors; v++) store(scores + v * LANES<T>, load(scores + v * LANES<T>) * factor);
 }
 
 /// scores[x] = limit * tanh(scores[x]), for whole vectors.

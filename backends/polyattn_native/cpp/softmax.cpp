@@ -5,8 +5,8 @@ namespace {
 
 template <class T> struct Context {
     int64_t rows, n, height;  // a task has `height` rows
-    Rows<const T> x, y;       // backward: dy and y
-    Rows<T> result;
+    Lines<const T> x, y;       // backward: dy and y
+    Lines<T> result;
     Flag *flag;
 };
 

@@ -194,12 +194,14 @@ class Backend:
             log_softmax    x; axis                                 y (float32 or float64)
             layer_norm     x, weight, bias; eps, axes              y, x̂, √(var + eps): the latter in float32 at least
             rms_norm       x, weight; eps, axes                    y, √(mean(x²) + eps)
+            linear         x, weight (in, out), bias               y
 
             gelu_backward, silu_backward                dy, x; approximate               dx
             geglu_backward, swiglu_backward             dy, gate, up; approximate        dgate, dup
             softmax_backward, log_softmax_backward      dy, y; axis                      dx
             layer_norm_backward                         dy, x̂, root, weight, bias; axes  dx, dweight, dbias
             rms_norm_backward                           dy, x, root, weight; axes        dx, dweight
+            linear_backward                             dy, x, weight, bias; inputs      dx, dweight, dbias
 
             adamw          see AdamW._rule
         """

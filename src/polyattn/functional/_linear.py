@@ -33,6 +33,9 @@ class Saved(NamedTuple):
 
 def forward(backend: Backend, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Saved]:
     """Return x W + b."""
+    y = backend.operation("linear", x, weight, bias)
+    if y is not None:
+        return y, Saved(x, weight, bias)
     xp = backend.namespace()
     wide, shift = widen(xp, weight), None if bias is None else widen(xp, bias)
 
@@ -46,6 +49,9 @@ def forward(backend: Backend, x: Array, weight: Array, bias: Array | None) -> tu
 def backward(backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True) -> LinearGrads:
     """Return dy Wᵀ (None unless ``inputs``), xᵀ dy and Σ dy, summed over every leading axis, in float32 at least."""
     xp, (x, weight, bias) = backend.namespace(), saved
+    grads = backend.operation("linear_backward", dy, x, weight, bias, inputs=inputs)
+    if grads is not None:
+        return LinearGrads(*grads)
     x_rows, dy_rows, dbias = _rows(xp, widen(xp, x)), _rows(xp, widen(xp, dy)), None
     # y = x W + b
     if bias is not None:

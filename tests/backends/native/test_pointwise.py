@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import polyattn as pa
 import polyattn_numpy
-from polyattn_native import _arrays, operation, status
+from polyattn_native import _arrays, _pointwise, operation, status
 
 pytestmark = pytest.mark.skipif(isinstance(status(), str), reason="there is no native library here")
 
@@ -65,7 +66,8 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The number of threads, however few processors."""
-    monkeypatch.setattr(_arrays, "thread_count", lambda backend: request.param)
+    for module in (_arrays, _pointwise):
+        monkeypatch.setattr(module, "thread_count", lambda backend: request.param)
     monkeypatch.setattr(_arrays, "ALONE", 0)
     return int(request.param)
 
@@ -133,6 +135,8 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "columns of a wider array": lambda x: np.concatenate([x, x], axis=-1)[..., : x.shape[-1]],
     "every second row": lambda x: np.repeat(x, 2, axis=-2)[..., ::2, :],
     "rows from the last to the first": lambda x: np.flip(x, tuple(range(x.ndim - 1))).copy()[::-1, ::-1],
+    "misaligned": lambda x: np.frombuffer(b" " + x.tobytes(), x.dtype, offset=1).reshape(x.shape),
+    "from a pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "read-only": lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
 }
 
@@ -142,13 +146,13 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 def test_rows_at_a_distance(spy: Spy, formula: Any, case: str, layout: str) -> None:
     got = results(case, (3, 5, 33), "float32", move=LAYOUTS[layout])
     assert spy.native()
-    assert_equal(got, formula(lambda: results(case, (3, 5, 33), "float32")), "float32")
+    for name, want in results(case, (3, 5, 33), "float32").items():
+        np.testing.assert_array_equal(got[name], want, name)
 
 
 OTHER_LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "Fortran": np.asfortranarray,
     "every second column": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
-    "misaligned": lambda x: np.frombuffer(b" " + x.tobytes(), x.dtype, offset=1).reshape(x.shape),
     "the other byte order": lambda x: x.astype(x.dtype.newbyteorder()),
     "a subclass": lambda x: x.view(type("Own", (np.ndarray,), {})),
 }
@@ -243,6 +247,63 @@ def test_rows_far_from_zero() -> None:
     np.testing.assert_array_equal(F.layer_norm(np.full((5, 77), 12345.678, np.float32)), np.zeros((5, 77)))
 
 
+MULTIPLIES = isinstance(status(), str) or status().instruction_set.startswith("x86-64-v4")
+SHAPES_OF_MAPS = [(96, 32, 32), (97, 515, 65), (200, 1100, 130), (300, 33, 64), (192, 512, 129)]
+
+
+@pytest.mark.skipif(not MULTIPLIES, reason="NumPy multiplies matrices")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES_OF_MAPS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_maps(spy: Spy, formula: Any, threads: int, dtype: str, m: int, k: int, n: int, bias: bool) -> None:
+    """The sizes are at the edges of blocks and panels; small ones are left to NumPy's product."""
+    x, weight, dy = normal((2, m // 2, k), dtype), normal((k, n), dtype, 1), normal((2, m // 2, n), dtype, 2)
+    given = normal((n,), dtype, 3) if bias else None
+
+    def compute() -> Results:
+        y, cache = F.linear_forward(x, weight, given)
+        grads = F.linear_backward(dy, cache)._asdict()
+        return {"y": y, **{name: dx for name, dx in grads.items() if dx is not None}}
+
+    got = compute()
+    assert spy.answers[0] == (m // 2 * 2 >= 96)
+    for name, want in formula(compute).items():
+        assert got[name].shape == want.shape
+        np.testing.assert_allclose(got[name], want, 0, 60 * np.finfo(dtype).eps * np.abs(want).max(), err_msg=name)
+
+
+@pytest.mark.skipif(not MULTIPLIES, reason="NumPy multiplies matrices")
+def test_products_of_matrices_with_any_strides(spy: Spy, formula: Any) -> None:
+    x, weight = normal((128, 2 * 80), "float32"), normal((80, 96), "float32", 1)
+    layouts = [(x[:, ::2], weight), (x[::-1, :80], np.asfortranarray(weight)), (x[:, :80], weight[::-1, ::-1])]
+    for a, b in layouts:
+        got = F.linear(a, b)
+        assert spy.native()
+        np.testing.assert_allclose(got, a.copy() @ b.copy(), 0, 1e-4)
+
+
+@pytest.mark.skipif(not MULTIPLIES, reason="NumPy multiplies matrices")
+@pytest.mark.parametrize("big", [np.inf, np.nan, 1e38])
+def test_linear_maps_out_of_range_are_left_to_the_formula(spy: Spy, big: float) -> None:
+    x, weight = normal((128, 64), "float32"), normal((64, 64), "float32", 1)
+    x[3, :2], weight[:2, 5] = [big, -big], 100
+    y = F.linear(x, weight)
+    assert not spy.native()
+    assert np.isfinite(y[4]).all()
+    if np.isfinite(big):
+        assert np.isfinite(y).all()
+
+
+@pytest.mark.skipif(not MULTIPLIES, reason="NumPy multiplies matrices")
+def test_the_number_of_threads_changes_no_bit_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = normal((300, 700), "float32"), normal((700, 333), "float32", 1), normal((333,), "float32", 2)
+    found = []
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(_pointwise, "thread_count", lambda backend, threads=threads: threads)
+        found.append(F.linear(x, weight, bias).tobytes())
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize("eps_root", [0.0, 1e-8])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("size", [1, 37, 70_000])
@@ -286,8 +347,6 @@ def test_adamw_does_not_modify_its_inputs() -> None:
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from polyattn_native import _pointwise
-
     monkeypatch.setattr(_pointwise, "library", lambda: "switched off")
     _pointwise.operations.cache_clear()
     yield
