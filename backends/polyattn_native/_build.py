@@ -30,9 +30,11 @@ SOURCES = Path(__file__).with_name("cpp")
 PROBE = "probe.cpp"
 # No -ffast-math: NaN and infinity must be what they are.
 FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+    "-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
     "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden", "-Wall", "-Wextra",
 )  # fmt: skip
+# Clang ignores the pragma of adamw.cpp, which allows no fused product there, unless it is told to honour pragmas.
+CONTRACTION = {"clang": "-ffp-contract=fast-honor-pragmas", "gcc": "-ffp-contract=fast"}
 BF16 = "x86-64-v4-bf16"
 # The options of each instruction set, for GCC and Clang and for zig.
 MACHINE = {
@@ -57,6 +59,11 @@ class Compiler(NamedTuple):
     name: str
     command: tuple[str, ...]
     zig: bool = False
+
+    @property
+    def clang(self) -> bool:
+        """Whether it is Clang, as zig is."""
+        return self.zig or "clang" in self.name
 
 
 class Piece(NamedTuple):
@@ -170,11 +177,12 @@ def _compile(
     def compiled(piece: Piece, source: Path, into: Path) -> None:
         machine = MACHINE[piece.machine][compiler.zig]
         named = f'-DPOLYATTN_INSTRUCTION_SET="{piece.machine}"'
-        _run(compiler, (*common, *FLAGS, *machine, named, *flags, "-c", str(source), "-o", str(into)), environment)
+        options = (*FLAGS, CONTRACTION["clang" if compiler.clang else "gcc"], *machine, named, *flags)
+        _run(compiler, (*common, *options, "-c", str(source), "-o", str(into)), environment)
 
     def linked(piece: Piece) -> None:
         # Clang's driver would link its C++ runtime; GCC leaves it out where nothing is used.
-        runtime = ("-nostdlib++",) if compiler.zig or "clang" in compiler.name else ("-Wl,--as-needed",)
+        runtime = ("-nostdlib++",) if compiler.clang else ("-Wl,--as-needed",)
         strip = () if target.suffix == ".dylib" and not compiler.zig else ("-s",)
         options = (*runtime, *(() if flags else strip), *flags)  # for any CPU: zig builds its own runtime once
         inputs = (*map(str, objects(piece)), *(("-lpthread",) if target.suffix == ".so" else ()))

@@ -99,7 +99,7 @@ template <class T, class Element>
 inline void bias_row(const Element *bias, int64_t step, int64_t n, T unit, T *out) {
     for (int64_t x = 0; x < n; x++) {
         auto value = widened(bias[x * step]);
-        double limited = value < -MOST_OF<T> && value > -MOST_OF<double> ? double(-MOST_OF<T>) : double(value);
+        double limited = value < -MOST_OF<T> && value >= -MOST_OF<double> ? double(-MOST_OF<T>) : double(value);
         T of_row = static_cast<T>(limited), product = of_row * unit;
         out[x] = product < -MOST_OF<T> && of_row >= -MOST_OF<T> ? -MOST_OF<T> : product;
     }
