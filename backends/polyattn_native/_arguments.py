@@ -178,7 +178,7 @@ def _filled(q: Array, k: Array, v: Array, problem: Problem) -> Arguments:
         sinks = problem.backend.to_numpy(problem.sinks.float() if _is_bfloat(problem.sinks) else problem.sinks)
         structure.sinks = _hold(held, np.ascontiguousarray(sinks, dtype=NAMES[structure.wide_dtype]))
     if problem.dropout:
-        seed = 0 if problem.seed is None else int(problem.seed)
+        seed = problem.seed if isinstance(problem.seed, int) else int(problem.backend.to_numpy(problem.seed))
         structure.seed[:] = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
         structure.drop_below = round(65536 * problem.dropout)
         structure.keep_scale = 1 / (1 - problem.dropout)

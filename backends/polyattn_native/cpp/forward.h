@@ -22,8 +22,9 @@ template <class Element> struct Call {
     bool values_in_place;             // the values are read without a packed copy
     bool has_addends;
     bool pairs;  // the matrix products are those of pairs of bfloat16, which are not scaled before
-    T factor;   // of the queries: the scores are then in units of log 2, or of the softcap
-    T unit;     // of the scores where they are the products: 1, or for pairs the factor
+    T factor;   // of the products: the scores are then in units of log 2, or of the softcap
+    T of_q;     // of the queries, where they are multiplied before the product: the factor or 1
+    T unit;     // in the exponential, where scores need no other operation: the factor or 1
     T softcap;  // in units of log 2; 0: none
     T log2e;    // of a bias
     mutable int32_t doubts = 0;
@@ -39,7 +40,9 @@ template <class Element> struct Call {
         factor = static_cast<T>(a->softcap != 0 ? a->scale / a->softcap : a->scale * log2_of_e);
         softcap = static_cast<T>(a->softcap * log2_of_e);
         pairs = PAIRS<Element> && rows > FEW;
-        unit = pairs && factor > 0 && !has_addends && softcap == 0 ? factor : T(1);
+        // Least rounding: in the exponential, where the product is rounded once, together with the difference.
+        unit = factor > 0 && !has_addends && softcap == 0 ? factor : T(1);
+        of_q = pairs || unit == factor ? T(1) : factor;
         log2e = static_cast<T>(log2_of_e);
     }
 
@@ -74,8 +77,9 @@ template <> struct Limits<double> {
 
 /// Whether no score can overflow or lose digits to underflow, and all packed queries and keys are finite.
 template <class T, class C> inline bool scores_fit(const C &call, T q_most, T k_most) {
-    T bound = q_most * k_most * static_cast<T>(call.a->d_k);
-    bool lossless = call.factor == 0 || q_most == 0 || q_most > Limits<T>::SMALL || k_most < 1 / Limits<T>::SMALL;
+    T size = call.factor < 0 ? -call.factor : call.factor;
+    T bound = q_most * k_most * static_cast<T>(call.a->d_k) * (size > 1 ? size : T(1));
+    bool lossless = call.of_q == 1 || call.factor == 0 || q_most == 0 || q_most > Limits<T>::SMALL || k_most < 1 / Limits<T>::SMALL;
     return bound < Limits<T>::LARGE && q_most < Limits<T>::LARGE && k_most < Limits<T>::LARGE && lossless;
 }
 

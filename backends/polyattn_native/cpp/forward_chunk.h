@@ -79,11 +79,11 @@ template <class Element> void begin(Chunk<Element> *c) {
         T *q = c->q + r * call.q_step;
         if constexpr (PAIRS<Element>) {
             if (call.pairs) {
-                most.add(call.factor * widened(Bfloat{pack_pairs(c->heads[head].q, query, a.d_k, q)}));
+                most.add(widened(Bfloat{pack_pairs(c->heads[head].q, query, a.d_k, q)}));
                 continue;
             }
         }
-        pack_scaled(c->heads[head].q, query, a.d_k, call.factor, q, &most);
+        pack_scaled(c->heads[head].q, query, a.d_k, call.of_q, q, &most);
         for (int64_t f = a.d_k; f < call.q_step; f++) q[f] = 0;
     }
     c->q_most = most;

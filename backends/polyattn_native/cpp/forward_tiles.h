@@ -68,7 +68,7 @@ Wide<Element> weigh(Chunk<Element> *c, Row<Wide<Element>> *row, Wide<Element> *s
     typedef Wide<Element> T;
     const Call<Element> &call = *c->call;
     int64_t vectors = (n + LANES<T> - 1) / LANES<T>;
-    if (call.pairs && call.unit == 1) scale_row(scores, vectors, call.factor);
+    if (call.of_q * call.unit != call.factor) scale_row(scores, vectors, call.factor);
     if (call.softcap != 0) cap_row(scores, vectors, call.softcap);
     const Pairs<T> &pairs = c->heads[row->head].pairs;
     if (call.has_addends) {
@@ -91,7 +91,7 @@ template <class T, int R>
 void multiply_values(int64_t rows, int64_t vectors, const T *weights, const T *values, int64_t step, int64_t n, T *out,
                      int64_t out_step, const T *factors) {
     if (rows == R)
-        multiply_tile<T, R, FROM_SCALED>(vectors, weights, SCORES_ROW, 1, values, step, n, out, out_step, factors);
+        multiply_tile<T, R, ADDED_TO_SCALED>(vectors, weights, SCORES_ROW, 1, values, step, n, out, out_step, factors);
     else if constexpr (R > 1)
         multiply_values<T, R - 1>(rows, vectors, weights, values, step, n, out, out_step, factors);
 }
@@ -107,7 +107,7 @@ void add_values(Chunk<Element> *c, int64_t row, int64_t rows, int64_t key, int64
     if constexpr (PAIRS<Element>) {
         for (int64_t r = 0; call.pairs && r < rows; r++) round_row(c->scores + r * SCORES_ROW, (n + LANES<T> - 1) / LANES<T>);
         for (int64_t r = 0; call.pairs && r < rows; r += ROWS)
-            multiply_tile<T, ROWS, FROM_SCALED, PairProducts>(
+            multiply_tile<T, ROWS, ADDED_TO_SCALED, PairProducts>(
                 vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, c->values + first / 2 * call.padded, call.padded,
                 (n + 1) / 2, out + r * call.padded, call.padded, factors + r);
         if (call.pairs) return;
@@ -117,7 +117,7 @@ void add_values(Chunk<Element> *c, int64_t row, int64_t rows, int64_t key, int64
     if (call.rows <= FEW)
         return multiply_values<T, FEW>(rows, vectors, c->scores, values, step, n, out, call.padded, factors);
     for (int64_t r = 0; r < rows; r += ROWS)
-        multiply_rows<T, FROM_SCALED>(vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, values, step, n,
+        multiply_rows<T, ADDED_TO_SCALED>(vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, values, step, n,
                                       out + r * call.padded, call.padded, factors + r);
 }
 

@@ -3,9 +3,9 @@
 
 #include "vector.h"
 
-/// What the sums start from: 0, the values in c, or the values in c times factor[row]. ADDED_TO_C starts from 0 and adds
-/// the sums to c at the end, with smaller rounding errors than FROM_C where c is a sum of many blocks.
-enum Start { FROM_ZERO, FROM_C, FROM_SCALED, ADDED_TO_C };
+/// What the sums start from: 0, or the values in c; or they start from 0, and at the end c or factor[row] times c is
+/// added, which has smaller rounding errors where c is a sum of many blocks.
+enum Start { FROM_ZERO, FROM_C, ADDED_TO_C, ADDED_TO_SCALED };
 
 /// The numbers of rows and vectors for which the sums just fit the registers of the instruction set.
 constexpr int ROWS = 6;
@@ -31,9 +31,8 @@ POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, c
     for (int r = 0; r < R; r++) {
         POLYATTN_UNROLL
         for (int v = 0; v < V; v++) {
-            if (START == FROM_ZERO || START == ADDED_TO_C) sums[r][v] = Vector<T>{};
             if (START == FROM_C) sums[r][v] = load(c + r * c_row + v * LANES<T>);
-            if (START == FROM_SCALED) sums[r][v] = broadcast(factor[r]) * load(c + r * c_row + v * LANES<T>);
+            else sums[r][v] = Vector<T>{};
         }
     }
     for (int64_t k = 0; k < n; k++) {
@@ -52,6 +51,7 @@ POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, c
         POLYATTN_UNROLL
         for (int v = 0; v < V; v++) {
             if (START == ADDED_TO_C) sums[r][v] += load(c + r * c_row + v * LANES<T>);
+            if (START == ADDED_TO_SCALED) sums[r][v] += broadcast(factor[r]) * load(c + r * c_row + v * LANES<T>);
             store(c + r * c_row + v * LANES<T>, sums[r][v]);
         }
     }
