@@ -114,7 +114,7 @@ template <class Element> void run_part(const Context<Element> &context, const Pa
     const AttentionBackward &call = context.call;
     const Attention &a = call.forward;
     Arena arena(workspace);
-    Head<T> h = head_in<T>(call, context.division.keys, &arena);
+    Head<T> h = head_in<T>(call, context.division.keys, PAIRS<Element>, &arena);
     h.first_key = part.chunk * context.division.keys;
     h.n_k = lesser(context.division.keys, a.n_k - h.first_key);
     T largest_key = pack_keys<Element>(call, part.item, part.kv_head, &h);
@@ -165,7 +165,7 @@ template <class Element> Status run(const AttentionBackward &call, bool own, boo
     Context<Element> context = {call, divided(call, own), own, nullptr, 0, 0};
     const Division &d = context.division;
     Arena measure(nullptr);
-    head_in<T>(call, d.keys, &measure);
+    head_in<T>(call, d.keys, PAIRS<Element>, &measure);
     int64_t heads = d.items * call.forward.heads;
     if (d.chunks > 1) {
         int64_t count = d.chunks * heads * call.forward.n_q * context.wide_k();

@@ -1,8 +1,7 @@
-// The rows of one head for the backward: memory, packed operands, row statistics, and the results.
+// The row statistics of one head for the backward, and the gradients that are written row by row.
 #pragma once
 
-#include "backward_tiles.h"
-#include "threads.h"
+#include "backward_pack.h"
 
 namespace gradients {
 
@@ -14,131 +13,6 @@ enum Size { LARGE, OVERFLOWING };
 template <class T> constexpr T limit_of(Size size) {
     return size == LARGE ? T(32) : sizeof(T) == 4 ? T(1e30) : T(1e270);
 }
-
-/// The operands and buffers of a head, in the arena.
-template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t n_k, Arena *arena) {
-    const Attention &a = call.forward;
-    Head<T> h{};
-    h.d_k = a.d_k, h.d_v = a.d_v;
-    h.wide_k = rounded_up(a.d_k, LANES<T>), h.wide_v = rounded_up(a.d_v, LANES<T>);
-    int64_t keys = rounded_up(n_k, ROWS), queries = rounded_up(a.n_q, PANEL<T>), rows = a.n_q + ROWS;
-    h.k = {arena->take<T>(keys * h.wide_k), h.wide_k};
-    h.q = {arena->take<T>(rows * h.wide_k), h.wide_k};
-    h.dout = {arena->take<T>(rows * h.wide_v), h.wide_v};
-    h.v = {arena->take<T>(keys * h.wide_v), h.wide_v};
-    h.q_panels = arena->take<T>(queries * h.wide_k), h.dout_panels = arena->take<T>(queries * h.wide_v);
-    h.dq = arena->take<T>(rows * h.wide_k);
-    h.dk = arena->take<T>(keys * h.wide_k), h.dv = arena->take<T>(keys * h.wide_v);
-    h.high = arena->take<T>(queries), h.low = arena->take<T>(queries), h.shift = arena->take<T>(queries);
-    h.weights = arena->take<T>(KEYS * STRIP), h.dscores = arena->take<T>(KEYS * QUERIES);
-    bool capped = a.softcap != 0;
-    h.tangents = arena->take<T>(capped ? ROWS * STRIP : 0);
-    bool addends = a.mask.data || a.q_segments.data || a.blocks.data || a.bias.data || a.slopes || a.distances.data;
-    h.added = arena->take<T>(addends ? KEYS * QUERIES : 0);
-    h.kept = arena->take<T>(a.drop_below ? KEYS * QUERIES : 0);
-    h.spare = arena->take<T>(greater(LANES<T> * KEYS, greater(h.wide_k, h.wide_v)));
-    h.softcap = static_cast<T>(a.softcap * LOG2_E);
-    return h;
-}
-
-/// Set the pairs and the bias gradients of a query head, and zero dq.
-template <class T> inline void set_head(const AttentionBackward &call, int64_t item, int64_t head, Head<T> *h) {
-    const Attention &a = call.forward;
-    h->pairs = pairs_of<T>(a, item, head);
-    h->addends = h->pairs.has_addends();
-    h->dbias = call.dbias.data ? head_of<T>(a, call.dbias, item, head) : nullptr;
-    h->dbias_row = call.dbias.row, h->dbias_key = call.dbias.feature;
-    h->ddistances = call.ddistances.data ? head_of<T>(a, call.ddistances, item, head) + a.n_q - 1 : nullptr;
-    memset(h->dq, 0, static_cast<size_t>((a.n_q + ROWS) * h->wide_k) * sizeof(T));
-}
-
-// ---- operands -------------------------------------------------------------------------------------------------------
-
-/// Copy rows (n, d) into rows of whole vectors, with zeros at the end of each.
-template <class Element, class T>
-inline void copy_rows(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
-    for (int64_t i = 0; i < n; i++) {
-        T *to = const_cast<T *>(room.row(i));
-        read_row(from + i * x.row, x.feature, d, to);
-        for (int64_t c = d; c < room.step; c++) to[c] = 0;
-    }
-}
-
-/// The rows themselves if they are dense rows of whole vectors, else a copy.
-template <class Element, class T>
-inline Matrix<T> rows_of(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
-    if (sizeof(Element) == sizeof(T) && x.feature == 1 && x.row == d && d == room.step)
-        return {reinterpret_cast<const T *>(from), d};
-    copy_rows(from, x, n, d, room);
-    return room;
-}
-
-/// Copy rows (n, d) as copy_rows, and add rows of zeros up to whole groups of ROWS.
-template <class Element, class T>
-inline void copy_groups(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
-    copy_rows(from, x, n, d, room);
-    int64_t count = (rounded_up(n, ROWS) - n) * room.step;
-    memset(const_cast<T *>(room.row(n)), 0, static_cast<size_t>(count) * sizeof(T));
-}
-
-/// panels[i / PANEL][c][i % PANEL] = factor * x[i][c], for n rows of d; the last panel is filled with zeros.
-template <class T> inline void pack_panels(const Matrix<T> &x, int64_t n, T factor, T *panels) {
-    constexpr int N = LANES<T>;
-    const int64_t wide = x.step;
-    for (int64_t i = 0; i < rounded_up(n, PANEL<T>); i += N) {
-        T *panel = panels + i / PANEL<T> * PANEL<T> * wide + i % PANEL<T>;
-        for (int64_t c = 0; c < wide; c += N) {
-            Vector<T> square[N];
-            for (int r = 0; r < N; r++) square[r] = i + r < n ? load(x.row(i + r) + c) * factor : Vector<T>{};
-            transpose<T>(square);
-            for (int r = 0; r < N; r++) store(panel + (c + r) * PANEL<T>, square[r]);
-        }
-    }
-}
-
-/// The largest Euclidean norm of n rows. Not finite if a number is not.
-template <class T> inline T largest_norm(const Matrix<T> &x, int64_t n) {
-    Vector<T> zeros{};
-    T largest = 0;
-    for (int64_t i = 0; i < n; i++) {
-        Vector<T> squares{};
-        for (int64_t c = 0; c < x.step; c += LANES<T>) squares += load(x.row(i) + c) * load(x.row(i) + c);
-        T square = sum_of<T>(squares);
-        largest = largest > square ? largest : square;
-        zeros += square - square;
-    }
-    return square_root<T>(broadcast(largest))[0] + zeros[0];
-}
-
-/// Pack the keys and values of a task and zero their gradients; return the largest norm of a key.
-template <class Element>
-inline Wide<Element> pack_keys(const AttentionBackward &call, int64_t item, int64_t kv_head, Head<Wide<Element>> *h) {
-    typedef Wide<Element> T;
-    const Attention &a = call.forward;
-    const Element *k = head_of<Element>(a, a.k, item, kv_head) + h->first_key * a.k.row;
-    const Element *v = head_of<Element>(a, a.v, item, kv_head) + h->first_key * a.v.row;
-    copy_groups(k, a.k, h->n_k, h->d_k, h->k);
-    copy_groups(v, a.v, h->n_k, h->d_v, h->v);
-    int64_t keys = rounded_up(h->n_k, ROWS);
-    memset(h->dk, 0, static_cast<size_t>(keys * h->wide_k) * sizeof(T));
-    memset(h->dv, 0, static_cast<size_t>(keys * h->wide_v) * sizeof(T));
-    return largest_norm(h->k, h->n_k);
-}
-
-/// Pack the queries and dout of a head; return the largest norm of a query.
-template <class Element>
-inline Wide<Element> pack_queries(const AttentionBackward &call, int64_t item, int64_t head, Head<Wide<Element>> *h) {
-    typedef Wide<Element> T;
-    const Attention &a = call.forward;
-    double factor = a.softcap != 0 ? a.scale / a.softcap : a.scale * LOG2_E;
-    h->q = rows_of(head_of<Element>(a, a.q, item, head), a.q, a.n_q, h->d_k, h->q);
-    h->dout = rows_of(head_of<Element>(a, call.dout, item, head), call.dout, a.n_q, h->d_v, h->dout);
-    pack_panels(h->q, a.n_q, static_cast<T>(factor), h->q_panels);
-    pack_panels(h->dout, a.n_q, T(1), h->dout_panels);
-    return largest_norm(h->q, a.n_q);
-}
-
-// ---- row statistics -------------------------------------------------------------------------------------------------
 
 /// Set high + low = log2 of the sum of exponentials of a row; 0 in an empty row.
 inline void set_log2(float largest, float log_total, float *high, float *low) {
@@ -163,19 +37,21 @@ template <class Element>
 inline bool row_statistics(const AttentionBackward &call, int64_t item, int64_t head, Head<Wide<Element>> *h) {
     typedef Wide<Element> T;
     const Attention &a = call.forward;
-    const Element *out = head_of<Element>(a, a.out, item, head);
+    const Element *out = head_of<Element>(a, a.out, item, head), *dout = head_of<Element>(a, call.dout, item, head);
+    T *of_out = h->spare, *of_dout = h->spare + h->wide_v;
     const T *dlse = call.dlse.data ? head_of<T>(a, call.dlse, item, head) : nullptr;
     const T *largest = static_cast<const T *>(a.largest) + (item * a.heads + head) * a.n_q;
     const T *log_total = static_cast<const T *>(a.log_total) + (item * a.heads + head) * a.n_q;
-    for (int64_t c = h->d_v; c < h->wide_v; c++) h->spare[c] = 0;
+    for (int64_t c = h->d_v; c < h->wide_v; c++) of_out[c] = of_dout[c] = 0;
     bool moderate = true;
     for (int64_t i = 0; i < a.n_q; i++) {
         bool empty = log_total[i] == -T(__builtin_inf());
         set_log2(largest[i], empty ? T(0) : log_total[i], h->high + i, h->low + i);
         moderate &= largest[i] <= limit_of<T>(LARGE) && largest[i] >= -limit_of<T>(LARGE);
-        read_row(out + i * a.out.row, a.out.feature, h->d_v, h->spare);
+        read_row(out + i * a.out.row, a.out.feature, h->d_v, of_out);
+        read_row(dout + i * call.dout.row, call.dout.feature, h->d_v, of_dout);
         Vector<T> sums{};
-        for (int64_t c = 0; c < h->wide_v; c += LANES<T>) sums += load(h->spare + c) * load(h->dout.row(i) + c);
+        for (int64_t c = 0; c < h->wide_v; c += LANES<T>) sums += load(of_out + c) * load(of_dout + c);
         h->shift[i] = empty ? T(0) : (dlse ? dlse[i * call.dlse.row] : T(0)) - sum_of<T>(sums);
     }
     end_statistics(h);
@@ -188,7 +64,8 @@ template <class T> inline void finish_scores(const Head<T> &h, const Strip &s, i
     KeyRow<T> row = row_of_key(h, s, key);
     Range of_key = key < s.keys ? queries_of(h.pairs, h.first_key + s.key + key) : Range{0, 0};
     for (int64_t i = seen.from; i < seen.to; i += LANES<T>) {
-        Vector<T> tangent, score = h.softcap != 0 ? score_of<T, true, false>(row, i, &tangent) : load(row.weights + i);
+        Vector<T> tangent, score = h.softcap != 0 ? score_of<T, true, false>(row, i, &tangent)
+                                                   : score_of<T, false, false>(row, i, &tangent);
         if (h.addends) {
             Vector<T> addend = load(row.added + i);
             score = addend == excluded ? addend : score + addend;

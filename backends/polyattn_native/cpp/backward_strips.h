@@ -5,6 +5,7 @@
 #include "masks.h"
 #include "math.h"
 #include "micro_kernel.h"
+#include "pairs.h"
 #include "softcap.h"
 
 namespace gradients {
@@ -21,6 +22,9 @@ constexpr double LOG2_E = 1.44269504088896340736;
 
 inline int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+template <class A, class B> constexpr bool is_same = false;
+template <class A> constexpr bool is_same<A, A> = true;
+
 /// Rows of one operand in the type of the sums, of whole vectors.
 template <class T> struct Matrix {
     const T *rows;
@@ -29,7 +33,8 @@ template <class T> struct Matrix {
     const T *row(int64_t i) const { return rows + i * step; }
 };
 
-/// The operands, sums and buffers of one head. d is padded to whole vectors, with zeros.
+/// The operands, sums and buffers of one head. bfloat16 operands may be `paired`: an element of them stands for two
+/// neighbours of the axis that is summed, as pairs.h says. d is padded to whole vectors, with zeros.
 template <class T> struct Head {
     Pairs<T> pairs;
     int64_t d_k, d_v, wide_k, wide_v;
@@ -39,11 +44,16 @@ template <class T> struct Head {
     T *dbias, *ddistances;   // of this head, or null
     int64_t dbias_row, dbias_key;
 
-    Matrix<T> k, v, q, dout;        // (n_k, d_k), (n_k, d_v), (n_q, d_k), (n_q, d_v)
-    T *q_panels, *dout_panels;      // (panels, wide, PANEL); q is scaled
+    bool paired;
+    int64_t depth_k, depth_v;       // d_k and d_v, or the numbers of pairs
+    T factor;                       // of the scores, 1 if q_panels have it
+    Matrix<T> k, v;                 // (n_k, depth_k), (n_k, depth_v)
+    T *q_panels, *dout_panels;      // (panels, wide, PANEL)
+    Matrix<T> k_rows, q, dout;      // (n_k, d_k), (n_q, d_k), (n_q, d_v), or half as many rows of pairs
     T *dq, *dk, *dv;                // sums, without the scale: (n_q, wide_k), (n_k, wide_k), (n_k, wide_v)
     T *high, *low, *shift;          // (n_q) of each row: log2 of its sum as two numbers, and dlse - rowsum(dout * out)
     T *weights, *dscores, *tangents;  // (KEYS, STRIP), (KEYS, QUERIES), (ROWS, STRIP)
+    T *pairs_of_keys;                 // (KEYS / 2, QUERIES): dscores of two keys, if paired
     T *added, *kept;                // (KEYS, QUERIES)
     T *spare;                       // (LANES, KEYS)
 };
@@ -59,13 +69,13 @@ struct Tile {
 template <class T> struct KeyRow {
     T *weights, *dscores, *tangents;
     const T *added, *kept, *high, *low, *shift;
-    T softcap;
+    T factor, softcap;
 };
 
 /// The scores of a vector of queries in units of log 2: softcapped, with addends. tangent is set with a softcap.
 template <class T, bool CAPPED, bool ADDED>
 POLYATTN_INLINE Vector<T> score_of(const KeyRow<T> &row, int64_t i, Vector<T> *tangent) {
-    Vector<T> score = load(row.weights + i);
+    Vector<T> score = load(row.weights + i) * row.factor;
     if (CAPPED) {
         *tangent = tanh_of<T>(score);
         score = *tangent * row.softcap;
@@ -148,17 +158,25 @@ template <class T> inline Strip strip_of(const Head<T> &h, const Tile &t, int64_
 template <class T> inline KeyRow<T> row_of_key(const Head<T> &h, const Strip &s, int64_t key) {
     int64_t at = key * QUERIES + s.column;
     return {h.weights + key * STRIP, h.dscores + at, h.tangents + key % ROWS * STRIP, h.added + at, h.kept + at,
-            h.high + s.query, h.low + s.query, h.shift + s.query, h.softcap};
+            h.high + s.query, h.low + s.query, h.shift + s.query, h.factor, h.softcap};
+}
+
+/// Call body(Add()), where Add is how the operands of a head are multiplied.
+template <class T, class Body> inline void by_products(const Head<T> &h, Body body) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        if (h.paired) return body(PairProducts());
+    }
+    body(Products());
 }
 
 /// The products of ROWS keys and a panel of queries over `depth` features.
-template <class T, Start START, int64_t STEP>
+template <class T, class Add, Start START, int64_t STEP>
 inline void multiply_group(int vectors, const T *of_keys, int64_t step, const T *panel, int64_t depth, T *out) {
-    multiply_vectors<T, ROWS, START>(vectors, of_keys, step, 1, panel, PANEL<T>, depth, out, STEP, nullptr);
+    multiply_vectors<T, ROWS, START, Add>(vectors, of_keys, step, 1, panel, PANEL<T>, depth, out, STEP, nullptr);
 }
 
 /// out[key][query] = sum over the features c < d of rows[key][c] and of the panels of the queries.
-template <class T, int64_t STEP>
+template <class T, class Add, int64_t STEP>
 inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *panels, int64_t wide, T *out) {
     for (int64_t c = 0; c < d; c += DEPTH) {
         int64_t depth = lesser(DEPTH, d - c);
@@ -169,7 +187,7 @@ inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *
                 if (seen.from > i || seen.to <= i) continue;
                 int vectors = static_cast<int>(lesser(seen.to - i, PANEL<T>) / LANES<T>);
                 const T *of_keys = rows.row(s.key + group) + c;
-                auto multiply = c == 0 ? multiply_group<T, FROM_ZERO, STEP> : multiply_group<T, FROM_C, STEP>;
+                auto multiply = c == 0 ? multiply_group<T, Add, FROM_ZERO, STEP> : multiply_group<T, Add, FROM_C, STEP>;
                 multiply(vectors, of_keys, rows.step, panel, depth, out + group * STEP + i);
             }
         }
@@ -178,20 +196,26 @@ inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *
 
 /// The scores of a strip in weights, without softcap and addends, and its dweights in dscores.
 template <class T> inline void products_of_strip(const Head<T> &h, const Strip &s) {
-    products<T, STRIP>(s, h.d_k, h.k, h.q_panels, h.wide_k, h.weights);
-    products<T, QUERIES>(s, h.d_v, h.v, h.dout_panels, h.wide_v, h.dscores + s.column);
+    by_products(h, [&](auto add) {
+        typedef decltype(add) Add;
+        products<T, Add, STRIP>(s, h.depth_k, h.k, h.q_panels, h.wide_k, h.weights);
+        products<T, Add, QUERIES>(s, h.depth_v, h.v, h.dout_panels, h.wide_v, h.dscores + s.column);
+    });
 }
 
 /// to[key][c] += sum over the queries of a strip of by_key[key][query] * rows[query][c].
-template <class T, int64_t STEP>
+template <class T, class Add, int64_t STEP>
 inline void add_products(const Strip &s, const T *by_key, const Matrix<T> &rows, int64_t wide, T *to) {
+    constexpr bool IN_PAIRS = !is_same<Add, Products>;
     for (int64_t c = 0; c < wide; c += PANEL<T>) {
         int vectors = static_cast<int>(lesser(PANEL<T>, wide - c) / LANES<T>);
         for (int64_t group = 0; group < s.keys; group += ROWS) {
             const Seen &seen = s.of(group);
-            multiply_vectors<T, ROWS, ADDED_TO_C>(vectors, by_key + group * STEP + seen.first, STEP, 1,
-                                                  rows.row(s.query + seen.first) + c, rows.step, seen.stop - seen.first,
-                                                  to + (s.key + group) * wide + c, wide, nullptr);
+            int64_t first = IN_PAIRS ? seen.first / 2 : seen.first, stop = IN_PAIRS ? (seen.stop + 1) / 2 : seen.stop;
+            int64_t row = (IN_PAIRS ? s.query / 2 : s.query) + first;
+            multiply_vectors<T, ROWS, ADDED_TO_C, Add>(vectors, by_key + group * STEP + first, STEP, 1,
+                                                       rows.row(row) + c, rows.step, stop - first,
+                                                       to + (s.key + group) * wide + c, wide, nullptr);
         }
     }
 }
@@ -233,22 +257,44 @@ template <class T> inline void through_softcap(const KeyRow<T> &row, int64_t fro
     }
 }
 
+/// Replace the weights and dscores of a group by pairs of queries, and the dscores also by pairs of keys.
+template <class T> inline void pair_group(const Head<T> &h, const Strip &s, int64_t group) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        const int64_t vectors = rounded_up(s.queries, LANES<T>) / LANES<T>;
+        for (int64_t key = group; key < group + ROWS; key += 2) {
+            KeyRow<T> one = row_of_key(h, s, key), other = row_of_key(h, s, key + 1);
+            bool there = key + 1 < s.keys;
+            T *both = h.pairs_of_keys + key / 2 * QUERIES + s.column;
+            for (int64_t v = 0; v < vectors; v++) {
+                Vector<T> second = there ? load(other.dscores + v * LANES<T>) : Vector<T>{};
+                store(both + v * LANES<T>, pair_of(load(one.dscores + v * LANES<T>), second));
+            }
+            round_row(one.weights, vectors), round_row(other.weights, vectors);
+            round_row(one.dscores, vectors), round_row(other.dscores, vectors);
+        }
+    }
+}
+
 /// The weights and dscores of a group of ROWS keys from its scores and dweights.
 template <class T> inline void weigh_group(const Head<T> &h, const Strip &s, int64_t group) {
     const Seen &seen = s.of(group);
     for (int64_t r = 0; r < ROWS; r++) weigh(h, row_of_key(h, s, group + r), seen.from, seen.to);
-    if (!seen.whole) zero_unseen(h, s, group);
+    if (!seen.whole || (h.paired && seen.to < s.queries)) zero_unseen(h, s, group);
     if (h.dbias || h.ddistances) add_bias(h, s, group);
     if (h.softcap != 0)
         for (int64_t r = 0; r < ROWS; r++) through_softcap(row_of_key(h, s, group + r), seen.from, seen.to);
+    if (h.paired) pair_group(h, s, group);
 }
 
 /// The dscores of a strip, and from them and its weights its parts of dv and dk.
 template <class T> inline void gradients_of_strip(const Head<T> &h, const Strip &s) {
     products_of_strip(h, s);
     for (int64_t group = 0; group < s.keys; group += ROWS) weigh_group(h, s, group);
-    add_products<T, STRIP>(s, h.weights, h.dout, h.wide_v, h.dv);
-    add_products<T, QUERIES>(s, h.dscores + s.column, h.q, h.wide_k, h.dk);
+    by_products(h, [&](auto add) {
+        typedef decltype(add) Add;
+        add_products<T, Add, STRIP>(s, h.weights, h.dout, h.wide_v, h.dv);
+        add_products<T, Add, QUERIES>(s, h.dscores + s.column, h.q, h.wide_k, h.dk);
+    });
 }
 
 }  // namespace gradients

@@ -80,22 +80,42 @@ def test_every_case(case: Any, dtype: str) -> None:
     assert_same(found, expected, dtype)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("plain", "everything", "causal")], ids=str)
-def test_bfloat16_of_torch(case: Any) -> None:
+def make_of_torch(x: np.ndarray, name: str) -> Any:
     torch = pytest.importorskip("torch")
+    return torch.from_numpy(np.array(x)).to(getattr(torch, name))
 
-    def make(x: np.ndarray, name: str) -> Any:
-        return torch.from_numpy(np.array(x)).to(getattr(torch, name))
 
-    def to_np(x: Any) -> np.ndarray:
-        return np.asarray(x.to(torch.float64))
+def to_np(x: Any) -> np.ndarray:
+    return np.asarray(x.to(pytest.importorskip("torch").float64))
 
-    problem = case.problem().rounded(to_np, make, "bfloat16")
-    (q, k, v), arguments = problem.native(make, "bfloat16")
-    found = gradients(make(problem.dout, "bfloat16"), q, k, v, dlse=make(problem.dlse, "float32"), **arguments)
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_every_case_in_bfloat16_of_torch(case: Any) -> None:
+    pytest.importorskip("torch")
+    problem = case.problem().rounded(to_np, make_of_torch, "bfloat16")
+    (q, k, v), arguments = problem.native(make_of_torch, "bfloat16")
+    dlse = make_of_torch(problem.dlse, "float32")
+    found = gradients(make_of_torch(problem.dout, "bfloat16"), q, k, v, dlse=dlse, **arguments)
     names = {"dlse": problem.dlse, **problem.arguments}
     expected = ref.attention_gradients(problem.dout, *problem.inputs, **names)
     assert_same([None if dx is None else to_np(dx) for dx in found], expected, "bfloat16")
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("n", [(1, 1), (40, 67), (193, 391), (389, 200)], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 3), "softcap": 20.0}], ids=str)
+def test_bfloat16_at_the_edges_of_tiles(
+    n: tuple[int, int], arguments: dict[str, Any], size: float, threads: int
+) -> None:
+    pytest.importorskip("torch")
+    wide = normal((2, 2, n[0], 31), (2, 1, n[1], 31), (2, 1, n[1], 17), (2, 2, n[0], 17))
+    rounded = [make_of_torch(x * scale, "bfloat16") for x, scale in zip(wide, (size, 1, 1, 1), strict=True)]
+    q, k, v, dout = rounded
+    expected = gradients(*(to_np(x) for x in (dout, q, k, v)), kernel="plain", **arguments)
+    found = gradients(dout, q, k, v, **arguments)
+    for name, dx, want in zip("qkv", found[:3], expected[:3], strict=True):
+        scale = max(1.0, float(np.abs(want).max()))
+        assert_close(to_np(dx), want, "bfloat16", scale=scale * max(1, size / 4), what=f"gradient of {name}")
 
 
 LENGTHS = (1, 5, 16, 63, 64, 65, KEYS - 1, KEYS, KEYS + 1, QUERIES - 1, QUERIES, QUERIES + 1, 2 * QUERIES + 7)
