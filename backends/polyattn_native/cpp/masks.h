@@ -94,14 +94,25 @@ template <class T> inline bool blocks_exclude(const Pairs<T> &p, int64_t i, int6
 template <class T> constexpr T MOST_OF = T(3.40282346638528859812e38);
 template <> inline constexpr double MOST_OF<double> = 1.79769313486231570815e308;
 
+/// out[x] = bias[x * step], x < n; a finite number stays finite.
+template <class T, class Element> inline void read_bias(const Element *bias, int64_t step, int64_t n, T *out) {
+    if constexpr (sizeof(Wide<Element>) == sizeof(T)) return read_row(bias, step, n, out);
+    for (int64_t x = 0; x < n; x++) {
+        double value = widened(bias[x * step]);
+        bool beyond = value < -MOST_OF<T> && value >= -MOST_OF<double>;
+        out[x] = static_cast<T>(beyond ? double(-MOST_OF<T>) : value);
+    }
+}
+
 /// out[x] = unit * bias of keys j + x, x < n. The product of a finite bias stays finite.
 template <class T, class Element>
 inline void bias_row(const Element *bias, int64_t step, int64_t n, T unit, T *out) {
+    const T excluded = -T(__builtin_inf());
+    read_bias(bias, step, n, out);
     for (int64_t x = 0; x < n; x++) {
-        auto value = widened(bias[x * step]);
-        double limited = value < -MOST_OF<T> && value >= -MOST_OF<double> ? double(-MOST_OF<T>) : double(value);
-        T of_row = static_cast<T>(limited), product = of_row * unit;
-        out[x] = product < -MOST_OF<T> && of_row >= -MOST_OF<T> ? -MOST_OF<T> : product;
+        T product = out[x] * unit;
+        product = product < -MOST_OF<T> ? -MOST_OF<T> : product;
+        out[x] = out[x] == excluded ? excluded : product;
     }
 }
 
@@ -111,8 +122,7 @@ template <class T> inline void addends_of(const Pairs<T> &p, int64_t i, int64_t 
     if (p.bias) {
         const char *bias = p.bias + (i * p.bias_row + j * p.bias_key) * bytes_of(p.bias_dtype);
         int64_t step = p.bias_key;
-        if (p.bias_dtype == FLOAT32 && step == 1) bias_row(reinterpret_cast<const float *>(bias), 1, n, unit, out);
-        else if (p.bias_dtype == FLOAT32) bias_row(reinterpret_cast<const float *>(bias), step, n, unit, out);
+        if (p.bias_dtype == FLOAT32) bias_row(reinterpret_cast<const float *>(bias), step, n, unit, out);
         else if (p.bias_dtype == FLOAT64) bias_row(reinterpret_cast<const double *>(bias), step, n, unit, out);
         else if (p.bias_dtype == FLOAT16) bias_row(reinterpret_cast<const Half *>(bias), step, n, unit, out);
         else bias_row(reinterpret_cast<const Bfloat *>(bias), step, n, unit, out);
@@ -177,12 +187,12 @@ template <class T> inline void keeps_of(const Pairs<T> &p, int64_t i, int64_t j,
             x1[b] = static_cast<uint32_t>(counter + b);
         }
         threefry<N>(p.seed, x0, x1);
+        uint32_t words[2 * N];  // whose halves are the random bits of four adjacent keys, the low half first
+        for (int b = 0; b < N; b++) words[2 * b] = x0[b], words[2 * b + 1] = x1[b];
         T kept[4 * N];
-        for (int b = 0; b < N; b++) {
-            kept[4 * b] = (x0[b] & 0xFFFF) >= p.drop_below ? p.keep_scale : T(0);
-            kept[4 * b + 1] = (x0[b] >> 16) >= p.drop_below ? p.keep_scale : T(0);
-            kept[4 * b + 2] = (x1[b] & 0xFFFF) >= p.drop_below ? p.keep_scale : T(0);
-            kept[4 * b + 3] = (x1[b] >> 16) >= p.drop_below ? p.keep_scale : T(0);
+        for (int b = 0; b < 2 * N; b++) {
+            kept[2 * b] = (words[b] & 0xFFFF) >= p.drop_below ? p.keep_scale : T(0);
+            kept[2 * b + 1] = (words[b] >> 16) >= p.drop_below ? p.keep_scale : T(0);
         }
         int64_t from = greater(j, counter * 4), to = lesser(j + n, (counter + N) * 4);
         for (int64_t key = from; key < to; key++) out[key - j] = kept[key - counter * 4];
