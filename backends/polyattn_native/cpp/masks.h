@@ -181,19 +181,20 @@ template <int N> inline void threefry(const uint32_t *seed, uint32_t *x0, uint32
 template <class T> inline void keeps_of(const Pairs<T> &p, int64_t i, int64_t j, int64_t n, T *out) {
     constexpr int N = 32;  // counters at a time, of four keys each
     uint32_t x0[N], x1[N];
+    const uint32_t least = p.drop_below;
+    const T scale = p.keep_scale;
     for (int64_t counter = j / 4; counter * 4 < j + n; counter += N) {
         for (int b = 0; b < N; b++) {
             x0[b] = p.random_row + static_cast<uint32_t>(i);
             x1[b] = static_cast<uint32_t>(counter + b);
         }
         threefry<N>(p.seed, x0, x1);
-        uint32_t words[2 * N];  // whose halves are the random bits of four adjacent keys, the low half first
+        uint32_t words[2 * N];
         for (int b = 0; b < N; b++) words[2 * b] = x0[b], words[2 * b + 1] = x1[b];
+        uint16_t lanes[4 * N];  // of four adjacent keys, the low half of a word before the high one
+        memcpy(lanes, words, sizeof lanes);
         T kept[4 * N];
-        for (int b = 0; b < 2 * N; b++) {
-            kept[2 * b] = (words[b] & 0xFFFF) >= p.drop_below ? p.keep_scale : T(0);
-            kept[2 * b + 1] = (words[b] >> 16) >= p.drop_below ? p.keep_scale : T(0);
-        }
+        for (int b = 0; b < 4 * N; b++) kept[b] = lanes[b] >= least ? scale : T(0);
         int64_t from = greater(j, counter * 4), to = lesser(j + n, (counter + N) * 4);
         for (int64_t key = from; key < to; key++) out[key - j] = kept[key - counter * 4];
     }
