@@ -105,8 +105,7 @@ template <class T, class Element> inline void read_bias(const Element *bias, int
 }
 
 /// out[x] = unit * bias of keys j + x, x < n. The product of a finite bias stays finite.
-template <class T, class Element>
-inline void bias_row(const Element *bias, int64_t step, int64_t n, T unit, T *out) {
+template <class T, class Element> inline void bias_row(const Element *bias, int64_t step, int64_t n, T unit, T *out) {
     const T excluded = -T(__builtin_inf());
     read_bias(bias, step, n, out);
     for (int64_t x = 0; x < n; x++) {
@@ -139,8 +138,10 @@ template <class T> inline void addends_of(const Pairs<T> &p, int64_t i, int64_t 
     }
     if (p.mask) {
         const uint8_t *mask = p.mask + i * p.mask_row + j * p.mask_key;
-        if (p.mask_key == 1) for (int64_t x = 0; x < n; x++) out[x] = mask[x] ? out[x] : excluded;
-        else for (int64_t x = 0; x < n; x++) out[x] = mask[x * p.mask_key] ? out[x] : excluded;
+        if (p.mask_key == 1)
+            for (int64_t x = 0; x < n; x++) out[x] = mask[x] ? out[x] : excluded;
+        else
+            for (int64_t x = 0; x < n; x++) out[x] = mask[x * p.mask_key] ? out[x] : excluded;
     }
     if (p.q_segments) {
         int64_t segment = p.q_segments[i * p.q_segment_step];
