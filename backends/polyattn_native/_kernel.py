@@ -35,9 +35,16 @@ OK, NO_MEMORY = 0, 1
 
 
 class NativeKernel:
-    """Attention by the library of this package."""
+    """Attention by the library of this package.
+
+    ``opaque(*arrays)`` says whether their library traces, transforms or differentiates any of the arrays, so that they
+    have no memory of their own.
+    """
 
     name = "native"
+
+    def __init__(self, opaque: Callable[..., bool] = lambda *arrays: False) -> None:
+        self.opaque = opaque
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the library can compute, if there is one for this machine."""
@@ -45,7 +52,7 @@ class NativeKernel:
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the forward of the library; the generic kernel if it is in doubt, or if torch traces."""
-        if _opaque(problem, q, k, v):
+        if self.opaque(q, k, v):
             return TILED.forward(q, k, v, problem)
         q_, k_, v_ = readable(q), readable(k), readable(v)
         rows, threads = problem.sizes.scores[:-1], threads_of(problem)
@@ -65,7 +72,7 @@ class NativeKernel:
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
         """Run the backward of the library; the generic kernel if it is in doubt, or if torch traces."""
-        if not _opaque(problem, dout, dlse, q, k, v, out, *statistics):
+        if not self.opaque(dout, dlse, q, k, v, out, *statistics):
             grads = _backward(dout, dlse, q, k, v, out, statistics, problem)
             if grads is not None:
                 return grads
@@ -145,17 +152,6 @@ def _rows(x: Array, wide: str) -> Array:
     import torch
 
     return x.to(getattr(torch, wide)).contiguous()
-
-
-def _opaque(problem: Problem, *arrays: Array | None) -> bool:
-    """Return whether torch traces, transforms or differentiates any of the arrays."""
-    if problem.backend.name != "torch":
-        return False
-    import torch
-
-    from polyattn_torch._fused import opaque
-
-    return bool(torch.compiler.is_compiling() or opaque(*arrays))
 
 
 def _expect_memory(status: int, threads: int) -> None:

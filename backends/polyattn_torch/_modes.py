@@ -14,7 +14,17 @@ from ._kernel import FusedKernel
 
 __all__ = ["COMPILED", "PLAIN", "RECORDED", "ignore_our_log", "transformed"]
 
-NATIVE, FUSED, TILED = NativeKernel(), FusedKernel(), TiledKernel()
+
+def _opaque(*arrays: Array | None) -> bool:
+    """Return whether torch traces, transforms or differentiates any of the arrays."""
+    import torch
+
+    from ._fused import opaque
+
+    return bool(torch.compiler.is_compiling() or opaque(*arrays))
+
+
+NATIVE, FUSED, TILED = NativeKernel(_opaque), FusedKernel(), TiledKernel()
 
 
 class Recorded:

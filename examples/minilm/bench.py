@@ -43,7 +43,7 @@ class Torch(MiniLM):
         super().__init__(folder())
         self.bert = BertModel.from_pretrained(folder(), attn_implementation="sdpa", add_pooling_layer=False).eval()
 
-    def forward(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict]:
+    def forward(self, ids: np.ndarray, lengths: np.ndarray, keep: bool = False) -> tuple[np.ndarray, dict]:
         there = np.arange(ids.shape[1]) < lengths[:, None]
         with torch.inference_mode():
             hidden = self.bert(torch.from_numpy(ids).long(), torch.from_numpy(there).long()).last_hidden_state
@@ -63,7 +63,7 @@ class Onnx(MiniLM):
             path = exported(bert, Path(place))
             self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
-    def forward(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict]:
+    def forward(self, ids: np.ndarray, lengths: np.ndarray, keep: bool = False) -> tuple[np.ndarray, dict]:
         there = np.arange(ids.shape[1]) < lengths[:, None]
         hidden, *_ = self.session.run(None, {"ids": ids.astype("int64"), "there": there.astype("int64")})
         return normalised(hidden, there), {}

@@ -60,16 +60,23 @@ class MiniLM:
         lengths = np.asarray([len(row) for row in rows], dtype=np.int32)
         return pa.to_backend(ids, self.backend, self.device), pa.to_backend(lengths, self.backend, self.device)
 
-    def forward(self, ids: Array, lengths: Array) -> tuple[Array, dict[str, Any]]:
-        """Return a unit vector for each row of token ids, and what the backward needs."""
+    def forward(self, ids: Array, lengths: Array, keep: bool = True) -> tuple[Array, dict[str, Any]]:
+        """Return a unit vector for each row of token ids, and what the backward needs unless ``keep`` is false."""
         xp, caches = array_namespace(ids), {}
+
+        def computed(name: str, *arrays: Array, **options: Any) -> Array:
+            if not keep:
+                return self.layers[name](*arrays, **options)
+            y, caches[name] = self.layers[name].forward(*arrays, **options)
+            return y
+
         positions = xp.arange(ids.shape[1], dtype=ids.dtype, device=device(ids))
-        words, caches["words"] = self.layers["words"].forward(ids)  # (texts, n, width)
-        places, caches["positions"] = self.layers["positions"].forward(positions)  # (n, width)
-        types, caches["types"] = self.layers["types"].forward(xp.zeros_like(positions))
-        x, caches["embedding_norm"] = self.layers["embedding_norm"].forward(words + (places + types))
+        words = computed("words", ids)  # (texts, n, width)
+        places = computed("positions", positions)  # (n, width)
+        types = computed("types", xp.zeros_like(positions))
+        x = computed("embedding_norm", words + (places + types))
         for name in self.blocks:
-            x, caches[name] = self.layers[name].forward(x, key_lengths=lengths)
+            x = computed(name, x, key_lengths=lengths)
         # the mean over the tokens that are not padding, scaled to norm 1
         there = xp.astype(positions[None, :] < lengths[:, None], x.dtype)[..., None]  # (texts, n, 1)
         share = there / xp.sum(there, axis=1, keepdims=True)
@@ -102,7 +109,7 @@ class MiniLM:
         vectors = np.empty((len(texts), self.layers["embedding_norm"].features), dtype=np.float32)
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
-            found, _ = self.forward(*self.tokens([texts[index] for index in chosen]))
+            found, _ = self.forward(*self.tokens([texts[index] for index in chosen]), keep=False)
             vectors[chosen] = pa.to_backend(found, "numpy")
         return vectors
 

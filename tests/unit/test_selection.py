@@ -50,7 +50,7 @@ def test_selected_and_different_comes_back():
         out = pa.attention(X, X, X)
     assert type(out) is np.ndarray
     assert [crossing.what for crossing in account.crossings] == ["q", "k", "v", "attention"]
-    np.testing.assert_array_equal(out, pa.attention(X, X, X))
+    np.testing.assert_allclose(out, pa.attention(X, X, X), rtol=1e-14)  # NumPy may use another kernel
 
 
 def test_nothing_selected_nothing_moves():

@@ -8,13 +8,13 @@ constexpr int64_t UNLIMITED = int64_t(1) << 40;
 
 /// An attention problem. H = heads, G = kv_heads; query head h uses key head h / (H / G).
 struct Attention {
-    int32_t dtype;       // of q, k, v and out
-    int32_t threads;     // at most so many, 1 or more
+    int32_t dtype;              // of q, k, v and out
+    int32_t threads;            // at most so many, 1 or more
     int64_t batch[BATCH_AXES];  // lengths of the batch axes, 1 where there is none
     int64_t heads, kv_heads, n_q, n_k, d_k, d_v;
 
-    Array q, k, v;  // (batch..., H, n_q, d_k), (batch..., G, n_k, d_k), (batch..., G, n_k, d_v)
-    Array out;      // (batch..., H, n_q, d_v)
+    Array q, k, v;    // (batch..., H, n_q, d_k), (batch..., G, n_k, d_k), (batch..., G, n_k, d_v)
+    Array out;        // (batch..., H, n_q, d_v)
     void *largest;    // (batch..., H, n_q) contiguous, float64 for float64 inputs, else float32; see RowStatistics
     void *log_total;  // the same
 
@@ -28,23 +28,23 @@ struct Attention {
     Integers prefix;       // (batch...): keys before it are seen by all queries, others up to the query's position;
                            // UNLIMITED without a prefix mask
 
-    Array mask;        // uint8 (batch..., H, n_q, n_k), 0 where a pair is excluded
-    Array q_segments;  // int64 (batch..., n_q), by row; a pair is allowed where they are equal; null: none
-    Array k_segments;  // int64 (batch..., n_k), by row
-    Array blocks;      // uint8 (batch..., H, blocks of queries, blocks of keys), 0 where a block is excluded
+    Array mask;                // uint8 (batch..., H, n_q, n_k), 0 where a pair is excluded
+    Array q_segments;          // int64 (batch..., n_q), by row; a pair is allowed where they are equal; null: none
+    Array k_segments;          // int64 (batch..., n_k), by row
+    Array blocks;              // uint8 (batch..., H, blocks of queries, blocks of keys), 0 where a block is excluded
     int64_t block_q, block_k;  // the queries and keys of a block
 
     int32_t bias_dtype;
-    int32_t wide_dtype;      // of largest, log_total, slopes, distances and sinks: FLOAT64 for float64, else FLOAT32
-    Array bias;              // (batch..., H, n_q, n_k); -inf excludes a pair
-    const void *slopes;      // ALiBi, (H,): the bias is -slope * |position of the key - position of the query|
-    Array distances;         // (batch..., H, n_q + n_k - 1): the bias of key j and query i is at j - i + n_q - 1, by row
-    const void *sinks;       // (H,): one more score of each row, without a value; null: none
+    int32_t wide_dtype;  // of largest, log_total, slopes, distances and sinks: FLOAT64 for float64, else FLOAT32
+    Array bias;          // (batch..., H, n_q, n_k); -inf excludes a pair
+    const void *slopes;  // ALiBi, (H,): the bias is -slope * |position of the key - position of the query|
+    Array distances;     // (batch..., H, n_q + n_k - 1): the bias of key j and query i is at j - i + n_q - 1, by row
+    const void *sinks;   // (H,): one more score of each row, without a value; null: none
 
     int32_t drop_below;  // a weight is kept if its 16 random bits are at least this; 0: no dropout
     uint32_t seed[2];    // low and high half
     int32_t reserved;
-    double keep_scale;   // of the weights that are kept: 1 / (1 - dropout)
+    double keep_scale;  // of the weights that are kept: 1 / (1 - dropout)
 };
 
 /// The backward of attention. All gradients are written, none is added to; arrays may have any strides except that no

@@ -28,8 +28,7 @@ template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t
     h.high = arena->take<T>(queries), h.low = arena->take<T>(queries), h.shift = arena->take<T>(queries);
     h.weights = arena->take<T>(KEYS * STRIP), h.dscores = arena->take<T>(KEYS * QUERIES);
     h.pairs_of_keys = arena->take<T>(paired ? KEYS / 2 * QUERIES : 0);
-    bool capped = a.softcap != 0;
-    h.tangents = arena->take<T>(capped ? ROWS * STRIP : 0);
+    h.tangents = arena->take<T>(a.softcap != 0 ? KEYS * STRIP : 0);
     bool addends = a.mask.data || a.q_segments.data || a.blocks.data || a.bias.data || a.slopes || a.distances.data;
     h.added = arena->take<T>(addends ? KEYS * QUERIES : 0);
     h.kept = arena->take<T>(a.drop_below ? KEYS * QUERIES : 0);

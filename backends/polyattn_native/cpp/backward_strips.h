@@ -1,76 +1,12 @@
-// The backward of a strip of a tile: the scores of some keys and STRIP queries, and what follows from them. Strips are
-// transposed, keys x queries, so that no product needs a transposed copy of the weights.
+// The backward of a strip of a tile: the scores of some keys and STRIP queries, and what follows from them.
 #pragma once
 
-#include "masks.h"
-#include "math.h"
-#include "micro_kernel.h"
-#include "pairs.h"
+#include "backward_head.h"
 #include "softcap.h"
 
 namespace gradients {
 
-constexpr int64_t KEYS = 192;     // of a tile
-constexpr int64_t QUERIES = 192;  // of a tile, the length of its rows
-constexpr int64_t STRIP = 64;     // queries of a strip: its operands fit the first-level cache
-constexpr int64_t DEPTH = 64;     // features of the operands of a strip that are used at a time
-static_assert(KEYS % ROWS == 0 && KEYS % LANES<float> == 0 && QUERIES % ROWS == 0, "a tile is whole blocks");
-static_assert(STRIP % PANEL<float> == 0 && STRIP % PANEL<double> == 0, "a strip is whole panels");
-static_assert(QUERIES % STRIP == 0, "a tile is whole strips");
-
-constexpr double LOG2_E = 1.44269504088896340736;
-
-inline int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-template <class A, class B> constexpr bool is_same = false;
-template <class A> constexpr bool is_same<A, A> = true;
-
-/// Rows of one operand in the type of the sums, of whole vectors.
-template <class T> struct Matrix {
-    const T *rows;
-    int64_t step;
-
-    const T *row(int64_t i) const { return rows + i * step; }
-};
-
-/// The operands, sums and buffers of one head. bfloat16 operands may be `paired`: an element of them stands for two
-/// neighbours of the axis that is summed, as pairs.h says. d is padded to whole vectors, with zeros.
-template <class T> struct Head {
-    Pairs<T> pairs;
-    int64_t d_k, d_v, wide_k, wide_v;
-    int64_t first_key, n_k;  // of the task
-    T softcap;               // in units of log 2, 0 without
-    bool addends;            // whether weights have addends from pairs
-    T *dbias, *ddistances;   // of this head, or null
-    int64_t dbias_row, dbias_key;
-
-    bool paired;
-    int64_t depth_k, depth_v;       // d_k and d_v, or the numbers of pairs
-    T factor;                       // of the scores, 1 if q_panels have it
-    Matrix<T> k, v;                 // (n_k, depth_k), (n_k, depth_v)
-    T *q_panels, *dout_panels;      // (panels, wide, PANEL)
-    Matrix<T> k_rows, q, dout;      // (n_k, d_k), (n_q, d_k), (n_q, d_v), or half as many rows of pairs
-    T *dq, *dk, *dv;                // sums, without the scale: (n_q, wide_k), (n_k, wide_k), (n_k, wide_v)
-    T *high, *low, *shift;          // (n_q) of each row: log2 of its sum as two numbers, and dlse - rowsum(dout * out)
-    T *weights, *dscores, *tangents;  // (KEYS, STRIP), (KEYS, QUERIES), (ROWS, STRIP)
-    T *pairs_of_keys;                 // (KEYS / 2, QUERIES): dscores of two keys, if paired
-    T *added, *kept;                // (KEYS, QUERIES)
-    T *spare;                       // (LANES, KEYS)
-};
-
-/// Keys and queries of one tile, counted from the first of the task and of the head.
-struct Tile {
-    int64_t key, keys, query, queries;
-};
-
 // ---- weights --------------------------------------------------------------------------------------------------------
-
-/// One key of a strip: pointers to its rows, and to the statistics of the queries of the strip.
-template <class T> struct KeyRow {
-    T *weights, *dscores, *tangents;
-    const T *added, *kept, *high, *low, *shift;
-    T factor, softcap;
-};
 
 /// The scores of a vector of queries in units of log 2: softcapped, with addends. tangent is set with a softcap.
 template <class T, bool CAPPED, bool ADDED>
@@ -117,49 +53,7 @@ template <class T> inline void weigh(const Head<T> &h, const KeyRow<T> &row, int
     OPTIONS[h.softcap != 0][h.addends][h.pairs.drop_below != 0](row, from, to);
 }
 
-// ---- one strip ------------------------------------------------------------------------------------------------------
-
-/// STRIP queries of a tile, from `column` on. Of its queries, `first` to `stop` see a key of a group of ROWS keys.
-struct Seen {
-    int64_t first, stop, from, to;  // [from, to) is the same in whole panels and vectors
-    bool whole;                     // all queries of the strip see all keys of the group
-};
-struct Strip : Tile {
-    int64_t column;
-    Seen seen[KEYS / ROWS];
-
-    const Seen &of(int64_t group) const { return seen[group / ROWS]; }
-};
-
-template <class T> inline Seen seen_by(const Head<T> &h, const Tile &t, int64_t group) {
-    int64_t key = h.first_key + t.key + group, keys = lesser(ROWS, t.keys - group);
-    Seen seen = {t.queries, 0, 0, 0, true};
-    for (int64_t r = 0; r < keys; r++) {
-        Range of_key = queries_of(h.pairs, key + r);
-        int64_t first = greater(of_key.first - t.query, 0), stop = lesser(of_key.stop - t.query, t.queries);
-        seen.whole &= first == 0 && stop == t.queries;
-        if (first >= stop) continue;
-        seen.first = lesser(seen.first, first), seen.stop = greater(seen.stop, stop);
-    }
-    seen.from = seen.first / PANEL<T> * PANEL<T>, seen.to = rounded_up(seen.stop, LANES<T>);
-    if (seen.first >= seen.stop) seen.from = seen.to = seen.first = seen.stop = 0;
-    return seen;
-}
-
-template <class T> inline Strip strip_of(const Head<T> &h, const Tile &t, int64_t column) {
-    Strip s;
-    s.key = t.key, s.keys = t.keys, s.query = t.query + column, s.queries = lesser(STRIP, t.queries - column);
-    s.column = column;
-    for (int64_t group = 0; group < t.keys; group += ROWS) s.seen[group / ROWS] = seen_by(h, s, group);
-    return s;
-}
-
-/// The rows of a key of a strip.
-template <class T> inline KeyRow<T> row_of_key(const Head<T> &h, const Strip &s, int64_t key) {
-    int64_t at = key * QUERIES + s.column;
-    return {h.weights + key * STRIP, h.dscores + at, h.tangents + key % ROWS * STRIP, h.added + at, h.kept + at,
-            h.high + s.query, h.low + s.query, h.shift + s.query, h.factor, h.softcap};
-}
+// ---- products -------------------------------------------------------------------------------------------------------
 
 /// Call body(Add()), where Add is how the operands of a head are multiplied.
 template <class T, class Body> inline void by_products(const Head<T> &h, Body body) {
@@ -230,28 +124,42 @@ template <class T> inline void zero_unseen(const Head<T> &h, const Strip &s, int
     }
 }
 
-/// Add the dscores of a group of keys to the gradients of the bias and of the distances.
-template <class T> inline void add_bias(const Head<T> &h, const Strip &s, int64_t group) {
-    const Seen &seen = s.of(group);
-    int64_t keys = lesser(s.keys - group, ROWS), key = h.first_key + s.key + group;
-    const T *dscores = h.dscores + group * QUERIES + s.column;
-    if (h.dbias) {
-        for (int64_t i = seen.first; i < seen.stop; i++) {
-            T *dbias = h.dbias + (s.query + i) * h.dbias_row + key * h.dbias_key;
-            for (int64_t r = 0; r < keys; r++) dbias[r * h.dbias_key] += dscores[r * QUERIES + i];
-        }
-    }
-    if (h.ddistances) {
-        for (int64_t r = 0; r < keys; r++) {
-            T *dx = h.ddistances + key + r - s.query;
-            for (int64_t i = seen.first; i < seen.stop; i++) dx[-i] += dscores[r * QUERIES + i];
+/// dbias[query][key] += dscores[key][query] of a strip, in squares of LANES if the keys of dbias are contiguous.
+template <class T> inline void add_bias(const Head<T> &h, const Strip &s) {
+    constexpr int64_t N = LANES<T>;
+    T *dbias = h.dbias + s.query * h.dbias_row + (h.first_key + s.key) * h.dbias_key;
+    const T *dscores = h.dscores + s.column;
+    for (int64_t i = 0; i < s.queries; i += N) {
+        for (int64_t j = 0; j < s.keys; j += N) {
+            if (h.dbias_key == 1 && i + N <= s.queries && j + N <= s.keys) {
+                Vector<T> square[N];
+                for (int64_t x = 0; x < N; x++) square[x] = load(dscores + (j + x) * QUERIES + i);
+                transpose<T>(square);
+                for (int64_t x = 0; x < N; x++) {
+                    T *to = dbias + (i + x) * h.dbias_row + j;
+                    store(to, load(to) + square[x]);
+                }
+                continue;
+            }
+            for (int64_t x = i; x < lesser(i + N, s.queries); x++)
+                for (int64_t y = j; y < lesser(j + N, s.keys); y++)
+                    dbias[x * h.dbias_row + y * h.dbias_key] += dscores[y * QUERIES + x];
         }
     }
 }
 
+/// Add the dscores of a strip to the gradients of the distances.
+template <class T> inline void add_distances(const Head<T> &h, const Strip &s) {
+    for (int64_t j = 0; j < s.keys; j++) {
+        T *to = h.ddistances + h.first_key + s.key + j - s.query;
+        const T *dscores = h.dscores + j * QUERIES + s.column;
+        for (int64_t i = 0; i < s.queries; i++) to[-i] += dscores[i];
+    }
+}
+
 /// dscores *= 1 - tangent^2, the derivative of the softcap, where a pair is not excluded.
-template <class T> inline void through_softcap(const KeyRow<T> &row, int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; i += LANES<T>) {
+template <class T> inline void through_softcap(const KeyRow<T> &row, const Seen &seen) {
+    for (int64_t i = seen.from; i < seen.to; i += LANES<T>) {
         Vector<T> tangent = load(row.tangents + i), dscore = load(row.dscores + i);
         store(row.dscores + i, dscore == T(0) ? dscore : dscore * (T(1) - tangent * tangent));
     }
@@ -275,21 +183,27 @@ template <class T> inline void pair_group(const Head<T> &h, const Strip &s, int6
     }
 }
 
-/// The weights and dscores of a group of ROWS keys from its scores and dweights.
-template <class T> inline void weigh_group(const Head<T> &h, const Strip &s, int64_t group) {
-    const Seen &seen = s.of(group);
-    for (int64_t r = 0; r < ROWS; r++) weigh(h, row_of_key(h, s, group + r), seen.from, seen.to);
-    if (!seen.whole || (h.paired && seen.to < s.queries)) zero_unseen(h, s, group);
-    if (h.dbias || h.ddistances) add_bias(h, s, group);
-    if (h.softcap != 0)
-        for (int64_t r = 0; r < ROWS; r++) through_softcap(row_of_key(h, s, group + r), seen.from, seen.to);
-    if (h.paired) pair_group(h, s, group);
+/// The weights and dscores of a strip from its scores and dweights.
+template <class T> inline void weigh_strip(const Head<T> &h, const Strip &s) {
+    for (int64_t group = 0; group < s.keys; group += ROWS) {
+        const Seen &seen = s.of(group);
+        for (int64_t r = 0; r < ROWS; r++) weigh(h, row_of_key(h, s, group + r), seen.from, seen.to);
+        if (!seen.whole) zero_unseen(h, s, group);
+    }
+    if (h.dbias) add_bias(h, s);
+    if (h.ddistances) add_distances(h, s);
+    if (h.softcap == 0 && !h.paired) return;
+    for (int64_t group = 0; group < s.keys; group += ROWS) {
+        if (h.softcap != 0)
+            for (int64_t r = 0; r < ROWS; r++) through_softcap(row_of_key(h, s, group + r), s.of(group));
+        if (h.paired) pair_group(h, s, group);
+    }
 }
 
 /// The dscores of a strip, and from them and its weights its parts of dv and dk.
 template <class T> inline void gradients_of_strip(const Head<T> &h, const Strip &s) {
     products_of_strip(h, s);
-    for (int64_t group = 0; group < s.keys; group += ROWS) weigh_group(h, s, group);
+    weigh_strip(h, s);
     by_products(h, [&](auto add) {
         typedef decltype(add) Add;
         add_products<T, Add, STRIP>(s, h.weights, h.dout, h.wide_v, h.dv);

@@ -122,10 +122,14 @@ template <class Element> Status run(const Attention &a) {
 /// Compute out, largest and log_total.
 POLYATTN_EXPORT int32_t polyattn_attention_forward(const Attention *a) {
     switch (a->dtype) {
-    case FLOAT64: return forward::run<double>(*a);
-    case FLOAT16: return forward::run<Half>(*a);
-    case BFLOAT16: return forward::run<Bfloat>(*a);
-    default: return forward::run<float>(*a);
+    case FLOAT64:
+        return forward::run<double>(*a);
+    case FLOAT16:
+        return forward::run<Half>(*a);
+    case BFLOAT16:
+        return forward::run<Bfloat>(*a);
+    default:
+        return forward::run<float>(*a);
     }
 }
 

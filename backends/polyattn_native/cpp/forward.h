@@ -22,11 +22,11 @@ template <class Element> struct Call {
     bool values_in_place;             // the values are read without a packed copy
     bool has_addends;
     bool pairs;  // the matrix products are those of pairs of bfloat16, which are not scaled before
-    T factor;   // of the products: the scores are then in units of log 2, or of the softcap
-    T of_q;     // of the queries, where they are multiplied before the product: the factor or 1
-    T unit;     // in the exponential, where scores need no other operation: the factor or 1
-    T softcap;  // in units of log 2; 0: none
-    T log2e;    // of a bias
+    T factor;    // of the products: the scores are then in units of log 2, or of the softcap
+    T of_q;      // of the queries, where they are multiplied before the product: the factor or 1
+    T unit;      // in the exponential, where scores need no other operation: the factor or 1
+    T softcap;   // in units of log 2; 0: none
+    T log2e;     // of a bias
     mutable int32_t doubts = 0;
 
     explicit Call(const Attention &attention) : a(&attention) {
@@ -79,7 +79,8 @@ template <> struct Limits<double> {
 template <class T, class C> inline bool scores_fit(const C &call, T q_most, T k_most) {
     T size = call.factor < 0 ? -call.factor : call.factor;
     T bound = q_most * k_most * static_cast<T>(call.a->d_k) * (size > 1 ? size : T(1));
-    bool lossless = call.of_q == 1 || call.factor == 0 || q_most == 0 || q_most > Limits<T>::SMALL || k_most < 1 / Limits<T>::SMALL;
+    bool lossless =
+        call.of_q == 1 || call.factor == 0 || q_most == 0 || q_most > Limits<T>::SMALL || k_most < 1 / Limits<T>::SMALL;
     return bound < Limits<T>::LARGE && q_most < Limits<T>::LARGE && k_most < Limits<T>::LARGE && lossless;
 }
 

@@ -123,8 +123,7 @@ template <class Element> void pack_keys(Chunk<Element> *c, int64_t block, int64_
         }
     }
     if (call.rows > FEW) pack_panel(c->k, key, count, d_k, panel, c->spare, &c->k_most);
-    if (!call.values_in_place)
-        pack_rows(c->v, key, count, d_v, call.padded, c->values + p * PANEL<T> * call.padded);
+    if (!call.values_in_place) pack_rows(c->v, key, count, d_v, call.padded, c->values + p * PANEL<T> * call.padded);
 }
 
 /// Pack panels [from, to) of the block at key `block`, those that are not packed yet.

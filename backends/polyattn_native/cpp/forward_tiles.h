@@ -26,7 +26,8 @@ template <class Element> void multiply_keys(Chunk<Element> *c, int64_t row, int6
 }
 
 /// The sums of LANES products of q (d padded to whole vectors) with the rows at `keys`, of which `there` exist.
-template <class T> POLYATTN_INLINE Vector<T> dot_products(const T *q, const T *keys, int64_t step, int64_t there, int64_t d) {
+template <class T>
+POLYATTN_INLINE Vector<T> dot_products(const T *q, const T *keys, int64_t step, int64_t there, int64_t d) {
     Vector<T> sums[LANES<T>];
     POLYATTN_UNROLL
     for (int i = 0; i < LANES<T>; i++) {  // in the order of memory, which the CPU reads ahead
@@ -105,24 +106,27 @@ void add_values(Chunk<Element> *c, int64_t row, int64_t rows, int64_t key, int64
     T *out = c->out + row * call.padded;
     const int64_t vectors = call.padded / LANES<T>, first = panel * PANEL<T>;
     if constexpr (PAIRS<Element>) {
-        for (int64_t r = 0; call.pairs && r < rows; r++) round_row(c->scores + r * SCORES_ROW, (n + LANES<T> - 1) / LANES<T>);
+        for (int64_t r = 0; call.pairs && r < rows; r++)
+            round_row(c->scores + r * SCORES_ROW, (n + LANES<T> - 1) / LANES<T>);
         for (int64_t r = 0; call.pairs && r < rows; r += ROWS)
             multiply_tile<T, ROWS, ADDED_TO_SCALED, PairProducts>(
                 vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, c->values + first / 2 * call.padded, call.padded,
                 (n + 1) / 2, out + r * call.padded, call.padded, factors + r);
         if (call.pairs) return;
     }
-    const T *values = call.values_in_place ? reinterpret_cast<const T *>(c->v.at(key)) : c->values + first * call.padded;
+    const T *values =
+        call.values_in_place ? reinterpret_cast<const T *>(c->v.at(key)) : c->values + first * call.padded;
     int64_t step = call.values_in_place ? c->v.row : call.padded;
     if (call.rows <= FEW)
         return multiply_values<T, FEW>(rows, vectors, c->scores, values, step, n, out, call.padded, factors);
     for (int64_t r = 0; r < rows; r += ROWS)
         multiply_rows<T, ADDED_TO_SCALED>(vectors, c->scores + r * SCORES_ROW, SCORES_ROW, 1, values, step, n,
-                                      out + r * call.padded, call.padded, factors + r);
+                                          out + r * call.padded, call.padded, factors + r);
 }
 
 /// Add n keys from panel `panel` of the block at key `block` to the sums of `rows` rows from row `row` on.
-template <class Element> void add_keys(Chunk<Element> *c, int64_t row, int64_t rows, int64_t block, int64_t panel, int64_t n) {
+template <class Element>
+void add_keys(Chunk<Element> *c, int64_t row, int64_t rows, int64_t block, int64_t panel, int64_t n) {
     typedef Wide<Element> T;
     const Call<Element> &call = *c->call;
     bool few = call.rows <= FEW;
@@ -136,7 +140,8 @@ template <class Element> void add_keys(Chunk<Element> *c, int64_t row, int64_t r
     add_values(c, row, padded_rows, key, panel, n, factors);
 }
 
-/// Add the keys of the block that rows [row, row + rows) may see; runs of panels that a block mask excludes are skipped.
+/// Add the keys of the block that rows [row, row + rows) may see; runs of panels that a block mask excludes are
+/// skipped.
 template <class Element> void add_block(Chunk<Element> *c, int64_t row, int64_t rows, int64_t block, int64_t length) {
     typedef Wide<Element> T;
     Range range = union_of(*c, row, row + rows);

@@ -94,14 +94,24 @@ template <class T> inline bool blocks_exclude(const Pairs<T> &p, int64_t i, int6
 template <class T> constexpr T MOST_OF = T(3.40282346638528859812e38);
 template <> inline constexpr double MOST_OF<double> = 1.79769313486231570815e308;
 
-/// out[x] = unit * bias of keys j + x, x < n. The product of a finite bias stays finite.
-template <class T, class Element>
-inline void bias_row(const Element *bias, int64_t step, int64_t n, T unit, T *out) {
+/// out[x] = bias[x * step], x < n; a finite number stays finite.
+template <class T, class Element> inline void read_bias(const Element *bias, int64_t step, int64_t n, T *out) {
+    if constexpr (sizeof(Wide<Element>) == sizeof(T)) return read_row(bias, step, n, out);
     for (int64_t x = 0; x < n; x++) {
-        auto value = widened(bias[x * step]);
-        double limited = value < -MOST_OF<T> && value >= -MOST_OF<double> ? double(-MOST_OF<T>) : double(value);
-        T of_row = static_cast<T>(limited), product = of_row * unit;
-        out[x] = product < -MOST_OF<T> && of_row >= -MOST_OF<T> ? -MOST_OF<T> : product;
+        double value = widened(bias[x * step]);
+        bool beyond = value < -MOST_OF<T> && value >= -MOST_OF<double>;
+        out[x] = static_cast<T>(beyond ? double(-MOST_OF<T>) : value);
+    }
+}
+
+/// out[x] = unit * bias of keys j + x, x < n. The product of a finite bias stays finite.
+template <class T, class Element> inline void bias_row(const Element *bias, int64_t step, int64_t n, T unit, T *out) {
+    const T excluded = -T(__builtin_inf());
+    read_bias(bias, step, n, out);
+    for (int64_t x = 0; x < n; x++) {
+        T product = out[x] * unit;
+        product = product < -MOST_OF<T> ? -MOST_OF<T> : product;
+        out[x] = out[x] == excluded ? excluded : product;
     }
 }
 
@@ -111,8 +121,7 @@ template <class T> inline void addends_of(const Pairs<T> &p, int64_t i, int64_t 
     if (p.bias) {
         const char *bias = p.bias + (i * p.bias_row + j * p.bias_key) * bytes_of(p.bias_dtype);
         int64_t step = p.bias_key;
-        if (p.bias_dtype == FLOAT32 && step == 1) bias_row(reinterpret_cast<const float *>(bias), 1, n, unit, out);
-        else if (p.bias_dtype == FLOAT32) bias_row(reinterpret_cast<const float *>(bias), step, n, unit, out);
+        if (p.bias_dtype == FLOAT32) bias_row(reinterpret_cast<const float *>(bias), step, n, unit, out);
         else if (p.bias_dtype == FLOAT64) bias_row(reinterpret_cast<const double *>(bias), step, n, unit, out);
         else if (p.bias_dtype == FLOAT16) bias_row(reinterpret_cast<const Half *>(bias), step, n, unit, out);
         else bias_row(reinterpret_cast<const Bfloat *>(bias), step, n, unit, out);
@@ -129,8 +138,10 @@ template <class T> inline void addends_of(const Pairs<T> &p, int64_t i, int64_t 
     }
     if (p.mask) {
         const uint8_t *mask = p.mask + i * p.mask_row + j * p.mask_key;
-        if (p.mask_key == 1) for (int64_t x = 0; x < n; x++) out[x] = mask[x] ? out[x] : excluded;
-        else for (int64_t x = 0; x < n; x++) out[x] = mask[x * p.mask_key] ? out[x] : excluded;
+        if (p.mask_key == 1)
+            for (int64_t x = 0; x < n; x++) out[x] = mask[x] ? out[x] : excluded;
+        else
+            for (int64_t x = 0; x < n; x++) out[x] = mask[x * p.mask_key] ? out[x] : excluded;
     }
     if (p.q_segments) {
         int64_t segment = p.q_segments[i * p.q_segment_step];
@@ -171,19 +182,20 @@ template <int N> inline void threefry(const uint32_t *seed, uint32_t *x0, uint32
 template <class T> inline void keeps_of(const Pairs<T> &p, int64_t i, int64_t j, int64_t n, T *out) {
     constexpr int N = 32;  // counters at a time, of four keys each
     uint32_t x0[N], x1[N];
+    const uint32_t least = p.drop_below;
+    const T scale = p.keep_scale;
     for (int64_t counter = j / 4; counter * 4 < j + n; counter += N) {
         for (int b = 0; b < N; b++) {
             x0[b] = p.random_row + static_cast<uint32_t>(i);
             x1[b] = static_cast<uint32_t>(counter + b);
         }
         threefry<N>(p.seed, x0, x1);
+        uint32_t words[2 * N];
+        for (int b = 0; b < N; b++) words[2 * b] = x0[b], words[2 * b + 1] = x1[b];
+        uint16_t lanes[4 * N];  // of four adjacent keys, the low half of a word before the high one
+        memcpy(lanes, words, sizeof lanes);
         T kept[4 * N];
-        for (int b = 0; b < N; b++) {
-            kept[4 * b] = (x0[b] & 0xFFFF) >= p.drop_below ? p.keep_scale : T(0);
-            kept[4 * b + 1] = (x0[b] >> 16) >= p.drop_below ? p.keep_scale : T(0);
-            kept[4 * b + 2] = (x1[b] & 0xFFFF) >= p.drop_below ? p.keep_scale : T(0);
-            kept[4 * b + 3] = (x1[b] >> 16) >= p.drop_below ? p.keep_scale : T(0);
-        }
+        for (int b = 0; b < 4 * N; b++) kept[b] = lanes[b] >= least ? scale : T(0);
         int64_t from = greater(j, counter * 4), to = lesser(j + n, (counter + N) * 4);
         for (int64_t key = from; key < to; key++) out[key - j] = kept[key - counter * 4];
     }

@@ -24,8 +24,8 @@ struct Products {
 /// a (R, n) with any strides; b (n, V * LANES) and c (R, V * LANES) with contiguous rows. Constant strides of a make it
 /// faster, so callers give them as literals where they can.
 template <class T, int R, int V, Start START, class Add = Products>
-POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row, int64_t n, T *c,
-                                    int64_t c_row, const T *factor) {
+POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row, int64_t n,
+                                    T *c, int64_t c_row, const T *factor) {
     Vector<T> sums[R][V];
     POLYATTN_UNROLL
     for (int r = 0; r < R; r++) {
@@ -61,26 +61,25 @@ POLYATTN_INLINE void multiply_block(const T *a, int64_t a_row, int64_t a_step, c
 template <class T, int R, Start START, class Add = Products, int V = VECTORS>
 POLYATTN_INLINE void multiply_vectors(int vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
                                       int64_t n, T *c, int64_t c_row, const T *factor) {
-    if (V == 1 || vectors >= V)
-        multiply_block<T, R, V, START, Add>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
+    if (V == 1 || vectors >= V) multiply_block<T, R, V, START, Add>(a, a_row, a_step, b, b_row, n, c, c_row, factor);
     else if constexpr (V > 1)
         multiply_vectors<T, R, START, Add, V - 1>(vectors, a, a_row, a_step, b, b_row, n, c, c_row, factor);
 }
 
 /// multiply_block for any number of vectors: c (R, vectors * LANES).
 template <class T, int R, Start START, class Add = Products>
-POLYATTN_INLINE void multiply_tile(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
-                                   int64_t n, T *c, int64_t c_row, const T *factor) {
+POLYATTN_INLINE void multiply_tile(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b,
+                                   int64_t b_row, int64_t n, T *c, int64_t c_row, const T *factor) {
     for (int64_t first = 0; first < vectors; first += VECTORS) {
         int now = vectors - first < VECTORS ? static_cast<int>(vectors - first) : VECTORS;
-        multiply_vectors<T, R, START, Add>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n, c + first * LANES<T>, c_row,
-                                      factor);
+        multiply_vectors<T, R, START, Add>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n, c + first * LANES<T>,
+                                           c_row, factor);
     }
 }
 
 /// multiply_tile for ROWS rows.
 template <class T, Start START>
-POLYATTN_INLINE void multiply_rows(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b, int64_t b_row,
-                                   int64_t n, T *c, int64_t c_row, const T *factor) {
+POLYATTN_INLINE void multiply_rows(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b,
+                                   int64_t b_row, int64_t n, T *c, int64_t c_row, const T *factor) {
     multiply_tile<T, ROWS, START>(vectors, a, a_row, a_step, b, b_row, n, c, c_row, factor);
 }

@@ -9,7 +9,8 @@ template <class T> struct Magnitude {
     Bits<T> bits{};
 
     POLYATTN_INLINE void add(Vector<T> x) {
-        const Bits<T> unsigned_part = Bits<T>{} + static_cast<typename Lanes<T>::integer>(~(1ull << (sizeof(T) * 8 - 1)));
+        const Bits<T> unsigned_part =
+            Bits<T>{} + static_cast<typename Lanes<T>::integer>(~(1ull << (sizeof(T) * 8 - 1)));
         bits = larger(reinterpret_cast<Bits<T>>(x) & unsigned_part, bits);
     }
     void add(T x) {

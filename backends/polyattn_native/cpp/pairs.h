@@ -14,9 +14,8 @@ template <> inline constexpr bool PAIRS<Bfloat> = true;
 /// Adds the two products of a pair.
 struct PairProducts {
     static POLYATTN_INLINE Vector<float> add(Vector<float> sum, Vector<float> a, Vector<float> b) {
-        return reinterpret_cast<Vector<float>>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
-                                                                reinterpret_cast<__m512bh>(a),
-                                                                reinterpret_cast<__m512bh>(b)));
+        return reinterpret_cast<Vector<float>>(_mm512_dpbf16_ps(
+            reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
     }
 };
 
@@ -50,7 +49,8 @@ inline uint16_t pack_pairs(Rows<Bfloat> rows, int64_t i, int64_t n, float *out) 
     const Bfloat *row = rows.at(i);
     uint16_t *to = reinterpret_cast<uint16_t *>(out), most = 0;
     if (rows.feature == 1) memcpy(to, row, static_cast<size_t>(n) * sizeof(Bfloat));
-    else for (int64_t f = 0; f < n; f++) to[f] = row[f * rows.feature].bits;
+    else
+        for (int64_t f = 0; f < n; f++) to[f] = row[f * rows.feature].bits;
     if (n % 2) to[n] = 0;
     for (int64_t f = 0; f < n; f++) {
         uint16_t magnitude = to[f] & 0x7FFF;

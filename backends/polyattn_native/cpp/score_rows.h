@@ -64,8 +64,7 @@ template <class T> POLYATTN_INLINE void scale_row(T *scores, int64_t vectors, T 
 
 /// scores[x] = limit * tanh(scores[x]), for whole vectors.
 template <class T> POLYATTN_INLINE void cap_row(T *scores, int64_t vectors, T limit) {
-    for (int64_t v = 0; v < vectors; v++)
-        store(scores + v * LANES<T>, limit * tanh_of<T>(load(scores + v * LANES<T>)));
+    for (int64_t v = 0; v < vectors; v++) store(scores + v * LANES<T>, limit * tanh_of<T>(load(scores + v * LANES<T>)));
 }
 
 /// Add addends to scores; -inf where the addend is -inf, whatever the score.

@@ -13,8 +13,10 @@ template <> struct TanhSeries<float> {
 };
 
 template <> struct TanhSeries<double> {
-    static constexpr double ABOVE[] = {-9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3};
-    static constexpr double BELOW[] = {1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325125486048e3};
+    static constexpr double ABOVE[] = {-9.64399179425052238628e-1, -9.92877231001918586564e1,
+                                       -1.61468768441708447952e3};
+    static constexpr double BELOW[] = {1.0, 1.12811678491632931402e2, 2.23548839060100448583e3,
+                                       4.84406305325125486048e3};
 };
 
 /// tanh(x) within two units in the last place; NaN stays NaN.

@@ -130,8 +130,8 @@ void work() {
         uint64_t state = state_now();
         bool joined = false;
         while (State::places(state) > 0 && State::number(state) != last && !joined)
-            joined = __atomic_compare_exchange_n(&pool.state, &state, state - 1 + State::JOINED, false, __ATOMIC_SEQ_CST,
-                                                 __ATOMIC_SEQ_CST);
+            joined = __atomic_compare_exchange_n(&pool.state, &state, state - 1 + State::JOINED, false,
+                                                 __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
         if (!joined) continue;
         last = State::number(state);
         void *memory = pool.loop.workspace ? take_workspace(pool.loop.workspace) : nullptr;

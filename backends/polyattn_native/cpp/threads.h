@@ -9,9 +9,9 @@ typedef void (*TaskBody)(const void *context, int64_t task, void *workspace);
 /// Run body for each task on at most `threads` threads, the calling one included; return OK or NO_MEMORY.
 ///
 /// Every thread has `workspace` bytes of its own, which its tasks find as the last one left them. Before its first task
-/// the first 64 bytes are zero, the others are not initialised. Which thread runs which task is not determined: a result that must be
-/// repeatable may depend on the task only. If the pool is in use by another thread of the program, or none can be
-/// started, the calling thread runs all tasks. Without memory for the workspace, no task runs.
+/// the first 64 bytes are zero, the others are not initialised. Which thread runs which task is not determined: a
+/// result that must be repeatable may depend on the task only. If the pool is in use by another thread of the program,
+/// or none can be started, the calling thread runs all tasks. Without memory for the workspace, no task runs.
 Status parallel_for(int64_t tasks, int threads, size_t workspace, TaskBody body, const void *context);
 
 /// The number of threads that is worth its start for this many floating-point operations.

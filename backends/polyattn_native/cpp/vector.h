@@ -62,8 +62,8 @@ template <class T> POLYATTN_INLINE Vector<T> count_up() {
     return x;
 }
 
-/// Hide from the compiler that a vector is constant: GCC would exchange the operands of a comparison with a constant, and
-/// then it needs two instructions for a maximum.
+/// Hide from the compiler that a vector is constant: GCC would exchange the operands of a comparison with a constant,
+/// and then it needs two instructions for a maximum.
 template <class V> POLYATTN_INLINE void hide(V &x) {
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
     asm("" : "+v"(x));
@@ -192,7 +192,7 @@ POLYATTN_INLINE Vector<float> exp2_series(Vector<float> f) {
 /// 2^x for float: 0 below 2^-126, NaN for NaN, infinity from 2^128; relative error below 1e-7.
 POLYATTN_INLINE Vector<float> exp2_of(Vector<float> x) {
     const Vector<float> least = broadcast(-126.0f);
-    const float shift = 12582912.0f + 127;  // 1.5 * 2^23, plus the bias of the exponent
+    const float shift = 12582912.0f + 127;                                  // 1.5 * 2^23, plus the bias of the exponent
     Vector<float> at_least = larger(least, smaller(broadcast(128.0f), x));  // keeps NaN
     Vector<float> moved = at_least + shift;  // its low bits are the rounded number plus 127
     Vector<float> p = exp2_series(at_least - (moved - shift));
@@ -230,7 +230,7 @@ POLYATTN_INLINE Vector<double> exp2_below(Vector<double> x) { return exp2_of(x);
 
 #if defined(__AVX512F__)
 POLYATTN_INLINE Vector<float> exp2_below(Vector<float> x) {
-    const __mmask16 ALL = 0xFFFF;  // without a mask, GCC warns of its own header
+    const __mmask16 ALL = 0xFFFF;                            // without a mask, GCC warns of its own header
     Vector<float> at_least = larger(broadcast(-200.0f), x);  // 2^-200 is 0 in float
     __m512 whole = _mm512_maskz_roundscale_ps(ALL, reinterpret_cast<__m512>(at_least), 0);
     Vector<float> p = exp2_series(at_least - reinterpret_cast<Vector<float>>(whole));
