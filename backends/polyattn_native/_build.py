@@ -22,11 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._targets import MANIFEST, REASON, TARGETS, Target, host
+from ._targets import MANIFEST, REASON, SOURCES, TARGETS, Target, digest, host
 
 __all__ = ["BuildError", "Compiler", "build", "compilers", "give_reason"]
 
-SOURCES = Path(__file__).with_name("cpp")
 PROBE = "probe.cpp"
 # No -ffast-math: NaN and infinity must be what they are.
 FLAGS = (
@@ -34,7 +33,8 @@ FLAGS = (
     "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden", "-Wall", "-Wextra",
 )  # fmt: skip
 # Clang ignores the pragma of adamw.cpp, which allows no fused product there, unless it is told to honour pragmas.
-CONTRACTION = {"clang": "-ffp-contract=fast-honor-pragmas", "gcc": "-ffp-contract=fast"}
+CLANG_FLAGS = ("-ffp-contract=fast-honor-pragmas",)
+GCC_FLAGS = ("-ffp-contract=fast", "-Wno-maybe-uninitialized")  # GCC warns of its own header for AVX-512
 BF16 = "x86-64-v4-bf16"
 # The options of each instruction set, for GCC and Clang and for zig.
 MACHINE = {
@@ -134,6 +134,7 @@ def _build(
 ) -> Mapping[str, Any]:
     """Build with one compiler in a temporary folder, then move the files, the manifest last."""
     target = TARGETS[platform]
+    version = digest(SOURCES)
     sources = tuple(path for path in sorted(SOURCES.glob("*.cpp")) if path.name != PROBE)
     pieces = [Piece(target.library(name), name, sources) for name in instruction_sets]
     if target.probe:
@@ -143,7 +144,7 @@ def _build(
         temporary = Path(made)
         _compile(pieces, temporary, target, compiler, flags)
         files = {piece.file: _described(temporary / piece.file) for piece in pieces}
-        manifest = {"platform": platform, "compiler": compiler.name, "files": files}
+        manifest = {"platform": platform, "compiler": compiler.name, "sources": version, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for old in (MANIFEST, REASON):
             (folder / old).unlink(missing_ok=True)
@@ -177,7 +178,7 @@ def _compile(
     def compiled(piece: Piece, source: Path, into: Path) -> None:
         machine = MACHINE[piece.machine][compiler.zig]
         named = f'-DPOLYATTN_INSTRUCTION_SET="{piece.machine}"'
-        options = (*FLAGS, CONTRACTION["clang" if compiler.clang else "gcc"], *machine, named, *flags)
+        options = (*FLAGS, *(CLANG_FLAGS if compiler.clang else GCC_FLAGS), *machine, named, *flags)
         _run(compiler, (*common, *options, "-c", str(source), "-o", str(into)), environment)
 
     def linked(piece: Piece) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from polyattn.backend import ArgumentError, BackendUnavailableError
 
 from ._structures import STRUCTURES
-from ._targets import MANIFEST, REASON, TARGETS, Target, host
+from ._targets import MANIFEST, REASON, SOURCES, TARGETS, Target, digest, host
 from ._threads import thread_count
 
 __all__ = ["Library", "library", "note", "status"]
@@ -44,10 +44,11 @@ class Library:
 
 
 class Manifest(NamedTuple):
-    """What the build recorded: the platform, the compiler, and the size and SHA-256 of each file."""
+    """What the build recorded: the platform, the compiler, and the SHA-256 of the sources and of each file."""
 
     platform: str
     compiler: str
+    sources: str
     files: Mapping[str, Any]
 
 
@@ -132,6 +133,8 @@ def _find(wanted: str | None) -> Library:
     files = manifest.files
     if manifest.platform != platform:
         raise Unusable(f"the native library is for {manifest.platform}, and this is {platform}")
+    if manifest.sources != digest(SOURCES):
+        raise Unusable(f"the native library was built from other sources: run {BUILD}")
     target = TARGETS[platform]
     runnable = _runnable(folder(), target, files)
     built = [name for name in target.instruction_sets if target.library(name) in files]
@@ -153,7 +156,7 @@ def _manifest(at: Path) -> Manifest:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         manifest = Manifest(*(entries[name] for name in Manifest._fields))
-        if tuple(map(type, manifest)) != (str, str, dict):
+        if tuple(map(type, manifest)) != (str, str, str, dict):
             raise TypeError("an entry has another type")
     except FileNotFoundError:
         raise Unusable(_reason_beside(at) or f"the native library is not built: run {BUILD}") from None

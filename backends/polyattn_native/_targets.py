@@ -5,12 +5,16 @@ The build hook uses this module before anything is installed, so it imports only
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sys
 import sysconfig
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["MANIFEST", "REASON", "TARGETS", "Target", "host"]
+__all__ = ["MANIFEST", "REASON", "SOURCES", "TARGETS", "Target", "digest", "host"]
+
+SOURCES = Path(__file__).with_name("cpp")
 
 MANIFEST = "manifest.json"
 REASON = "reason.txt"
@@ -46,6 +50,14 @@ TARGETS = {
     "macos-arm64": Target("aarch64-macos.11.0", "macosx_11_0_arm64", ("aarch64",), ".dylib"),
     "windows-x86_64": Target("x86_64-windows-gnu", "win_amd64", X86_64, ".dll"),
 }
+
+
+def digest(sources: Path) -> str:
+    """Return the SHA-256 of all files of a folder and their names."""
+    found = hashlib.sha256()
+    for path in sorted(sources.glob("*.*")):
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
 
 
 def host() -> str:

@@ -248,16 +248,9 @@ class TestThreads:
         assert all(np.array_equal(x, want[i % 8]) for i, x in enumerate(found))
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-    def test_after_fork(self, threads: int) -> None:
-        q, k, v = normal(*[(8, 200, 16)] * 3, dtype="float32")
-        want = pa.attention(q, k, v)
-        child = os.fork()
-        if child == 0:
-            same = np.array_equal(pa.attention(q, k, v), want)
-            os._exit(0 if same else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert np.array_equal(pa.attention(q, k, v), want)
+    @pytest.mark.parametrize("number", ["1", "3"])
+    def test_after_fork(self, program: Any, number: str) -> None:
+        program("fork_after_native", number)
 
     def test_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_kernel, "_forward_at", lambda: lambda *arguments: _kernel.NO_MEMORY)

@@ -122,7 +122,7 @@ LENGTHS = (1, 5, 16, 63, 64, 65, KEYS - 1, KEYS, KEYS + 1, QUERIES - 1, QUERIES,
 
 
 @pytest.mark.parametrize("n_k", LENGTHS)
-@pytest.mark.parametrize("n_q", LENGTHS[::2])
+@pytest.mark.parametrize("n_q", LENGTHS[::3])
 def test_lengths_at_the_edges_of_tiles(n_q: int, n_k: int) -> None:
     q, k, v, dout = normal((2, n_q, 8), (2, n_k, 8), (2, n_k, 5), (2, n_q, 5))
     for arguments in ({}, {"causal": True}, {"window": (70, 3)}):
@@ -162,7 +162,6 @@ OPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "dropout": lambda rng, *n: {"dropout": 0.3, "seed": int(rng.integers(0, 2**40))},
     "scale": lambda rng, *n: {"scale": -0.4},
 }  # fmt: skip
-EXCLUSIVE = ("offset", "mask", "prefix", "blocks", "bias", "alibi", "relative")
 
 
 def combination(rng: np.random.Generator, *n: int) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def test_each_option_in_several_tiles(name: str, threads: int) -> None:
     assert_like_plain(rng, OPTIONS[name](rng, *sizes), *sizes)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(16))
 def test_combinations_of_options(seed: int, threads: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = tuple(int(rng.integers(1, most)) for most in (3, 5, 420, 420))

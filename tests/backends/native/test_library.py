@@ -140,6 +140,17 @@ def test_files_for_another_platform(status: Callable[..., _library.Library | str
     assert reason == f"the native library is for windows-arm64, and this is {PLATFORM}"
 
 
+def test_files_from_other_sources(
+    status: Callable[..., _library.Library | str], built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = Path(shutil.copytree(_targets.SOURCES, tmp_path / "cpp"))
+    monkeypatch.setattr(_library, "SOURCES", changed)
+    assert not isinstance(status(POLYATTN_NATIVE_FOLDER=str(built)), str)
+    (changed / "abi.h").write_text((changed / "abi.h").read_text() + "\n")
+    reason = "the native library was built from other sources: run python -m polyattn_native._build"
+    assert status(POLYATTN_NATIVE_FOLDER=str(built)) == reason
+
+
 def test_a_file_that_is_no_library(status: Callable[..., _library.Library | str], built: Path) -> None:
     path = own_file(built)
     path.write_bytes(b"no library")
