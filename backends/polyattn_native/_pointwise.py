@@ -18,7 +18,6 @@ from polyattn.backend import Array
 
 from ._arrays import CODES, address, aligned, is_matrix, is_whole, layout_of, steps_of, succeeded
 from ._library import library, status
-from ._memory import empty
 from ._threads import thread_count
 
 __all__ = ["operation", "operations"]
@@ -137,7 +136,7 @@ class Operations:
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
-        y = empty(x.shape, x.dtype)
+        y = np.empty(x.shape, x.dtype)
         done = self._activation(
             dtype, activation, threads, rows, n, address(x), steps[0], address(up), steps[-1], address(y)
         )
@@ -148,7 +147,7 @@ class Operations:
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
-        dx = empty(x.shape, x.dtype)
+        dx = np.empty(x.shape, x.dtype)
         done = self._activation_backward(
             dtype, activation, threads, rows, n, address(dy), steps[0], address(x), steps[1], NULL, 0, address(dx),
             NULL,
@@ -160,7 +159,7 @@ class Operations:
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
-        dgate, dup = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
+        dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
         done = self._activation_backward(
             dtype, activation, threads, rows, n, address(dy), steps[0], address(gate), steps[1], address(up),
             steps[2], address(dgate), address(dup),
@@ -186,7 +185,7 @@ class Operations:
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
-        y = empty(x.shape, x.dtype)
+        y = np.empty(x.shape, x.dtype)
         done = self._softmax(dtype, logarithm, threads, rows, n, address(x), steps[0], address(y))
         return y if succeeded(done, x.size) else None
 
@@ -195,7 +194,7 @@ class Operations:
         if layout is None:
             return None
         dtype, rows, n, steps, threads = layout
-        dx = empty(y.shape, y.dtype)
+        dx = np.empty(y.shape, y.dtype)
         done = self._softmax_backward(
             dtype, logarithm, threads, rows, n, address(dy), steps[0], address(y), steps[1], address(dx)
         )
@@ -231,10 +230,10 @@ class Operations:
         dtype, rows, n, (step,), threads = layout
         if not (is_whole(weight, x, n) and is_whole(bias, x, n)):
             return None
-        y = xhat = empty(x.shape, x.dtype)
+        y = xhat = np.empty(x.shape, x.dtype)
         root = np.empty((*x.shape[: x.ndim - axes], *(1,) * axes), x.dtype)
         if centred and not (weight is None and bias is None):
-            xhat = empty(x.shape, x.dtype)
+            xhat = np.empty(x.shape, x.dtype)
         done = self._norm(
             dtype, centred, threads, rows, n, eps, address(x), step, address(weight), address(bias), address(y),
             NULL if xhat is y else address(xhat), address(root),
@@ -250,7 +249,7 @@ class Operations:
         dtype, rows, n, steps, threads = layout
         if not (is_whole(weight, x, n) and is_whole(bias, x, n) and is_whole(root, x, rows)):
             return None
-        dx = empty(x.shape, x.dtype)
+        dx = np.empty(x.shape, x.dtype)
         dweight, dbias = (None if p is None else np.empty(p.shape, p.dtype) for p in (weight, bias))
         wanted = (dweight is not None) + (dbias is not None)
         parts = np.empty(wanted * self._norm_parts(rows, n), x.dtype) if wanted else None
@@ -286,7 +285,7 @@ class Operations:
             return None
         if not (is_matrix(a, a) and is_matrix(b, a) and b.shape[0] == k and is_whole(bias, a, n)):
             return None
-        y = empty((m, n), a.dtype)
+        y = np.empty((m, n), a.dtype)
         done = self._matmul(
             CODES[a.dtype], thread_count(self._backend), m, k, n, address(a), *steps_of(a), address(b), *steps_of(b),
             address(bias), address(y),
@@ -314,7 +313,7 @@ class Operations:
         step = AdamWStep(*betas, *map(float, numbers), *squares)
         if layout is None or layout.rows != 1 or not (step.inside == 0 or squares[0] <= step.inside <= squares[1]):
             return None
-        updated = empty(theta.shape, theta.dtype), empty(theta.shape, theta.dtype), empty(square.shape, square.dtype)
+        updated = np.empty(theta.shape, theta.dtype), np.empty(theta.shape, theta.dtype), np.empty_like(square)
         inputs = (ctypes.c_void_p * 4)(*map(address, (theta, grad, mean, square)))
         outputs = (ctypes.c_void_p * 3)(*map(address, updated))
         done = self._adamw(layout.dtype, layout.threads, layout.n, step, inputs, outputs)

@@ -10,7 +10,6 @@ import numpy as np
 
 from polyattn.backend import Array, dtype_name
 
-from ._memory import empty as empty_array
 from ._structures import BATCH_AXES
 from ._structures import Array as View
 
@@ -72,7 +71,7 @@ def readable(x: Array) -> Array:
 def empty(like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
     """Return an uninitialised array of the library of ``like``, in its dtype or another one."""
     if isinstance(like, np.ndarray):
-        return empty_array(shape, like.dtype if dtype is None else DTYPES[dtype])
+        return np.empty(shape, like.dtype if dtype is None else DTYPES[dtype])
     return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=_torch_dtype(dtype))
 
 
