@@ -21,8 +21,14 @@ def built(machine: str, folder: str) -> str:
     program = f"{folder}/numbers-{machine}"
     sources = [path for path in SOURCES.glob("*.cpp") if path.name not in ("probe.cpp", "library.cpp")]
     options = ["-std=c++17", "-O3", "-ffp-contract=fast-honor-pragmas", "-fno-math-errno", "-fno-signed-zeros"]
-    options += ["-nostdlib++"]
-    options += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fno-sanitize=undefined", "-static"]
+    options += [
+        "-nostdlib++",
+        "-fno-exceptions",
+        "-fno-rtti",
+        "-fno-threadsafe-statics",
+        "-fno-sanitize=undefined",
+        "-static",
+    ]
     zig = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-musl", f"-mcpu={BUILDS[machine]}"]
     inputs = map(str, [*sources, HERE / "native_numbers.cpp"])
     subprocess.run([*zig, *options, "-iquote", str(SOURCES), *inputs, "-o", program], check=True)

@@ -43,7 +43,7 @@ template <class T> struct Head {
 
     bool paired;
     int64_t depth_k, depth_v;       // d_k and d_v, or the numbers of pairs
-    T factor;                       // of the scores, 1 if q_panels have it
+    T factor;                       // of the products of q and k: scores are in units of log 2, or of the softcap
     Matrix<T> k, v;                 // (n_k, depth_k), (n_k, depth_v)
     T *q_panels, *dout_panels;      // (panels, wide, PANEL)
     Matrix<T> k_rows, q, dout;      // (n_k, d_k), (n_q, d_k), (n_q, d_v), or half as many rows of pairs

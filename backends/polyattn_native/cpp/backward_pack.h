@@ -16,7 +16,7 @@ template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t
     h.paired = paired;
     h.depth_k = paired ? (a.d_k + 1) / 2 : a.d_k, h.depth_v = paired ? (a.d_v + 1) / 2 : a.d_v;
     double factor = a.softcap != 0 ? a.scale / a.softcap : a.scale * LOG2_E;
-    h.factor = static_cast<T>(paired ? factor : 1);
+    h.factor = static_cast<T>(factor);
     h.k = {arena->take<T>(keys * h.wide_k), h.wide_k};
     h.k_rows = paired ? Matrix<T>{arena->take<T>(keys * h.wide_k), h.wide_k} : h.k;
     h.q = {arena->take<T>(rows * h.wide_k), h.wide_k};
@@ -75,15 +75,15 @@ inline void copy_groups(const Element *from, const Array &x, int64_t n, int64_t 
     memset(const_cast<T *>(room.row(n)), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
-/// panels[i / PANEL][c][i % PANEL] = factor * x[i][c], for n rows of d; the last panel is filled with zeros.
-template <class T> inline void pack_panels(const Matrix<T> &x, int64_t n, T factor, T *panels) {
+/// panels[i / PANEL][c][i % PANEL] = x[i][c], for n rows of d; the last panel is filled with zeros.
+template <class T> inline void pack_panels(const Matrix<T> &x, int64_t n, T *panels) {
     constexpr int N = LANES<T>;
     const int64_t wide = x.step;
     for (int64_t i = 0; i < rounded_up(n, PANEL<T>); i += N) {
         T *panel = panels + i / PANEL<T> * PANEL<T> * wide + i % PANEL<T>;
         for (int64_t c = 0; c < wide; c += N) {
             Vector<T> square[N];
-            for (int r = 0; r < N; r++) square[r] = i + r < n ? load(x.row(i + r) + c) * factor : Vector<T>{};
+            for (int r = 0; r < N; r++) square[r] = i + r < n ? load(x.row(i + r) + c) : Vector<T>{};
             transpose<T>(square);
             for (int r = 0; r < N; r++) store(panel + (c + r) * PANEL<T>, square[r]);
         }
@@ -150,18 +150,16 @@ inline Wide<Element> pack_keys(const AttentionBackward &call, int64_t item, int6
 /// Pack the queries and dout of a head; return the largest norm of a query.
 template <class Element>
 inline Wide<Element> pack_queries(const AttentionBackward &call, int64_t item, int64_t head, Head<Wide<Element>> *h) {
-    typedef Wide<Element> T;
     const Attention &a = call.forward;
     const Element *q = head_of<Element>(a, a.q, item, head), *dout = head_of<Element>(a, call.dout, item, head);
     if constexpr (PAIRS<Element>) {
         pack_paired(q, a.q, a.n_q, h->d_k, h->spare, h->q_panels, h->q);
         pack_paired(dout, call.dout, a.n_q, h->d_v, h->spare, h->dout_panels, h->dout);
     } else {
-        double factor = a.softcap != 0 ? a.scale / a.softcap : a.scale * LOG2_E;
         h->q = rows_of(q, a.q, a.n_q, h->d_k, h->q);
         h->dout = rows_of(dout, call.dout, a.n_q, h->d_v, h->dout);
-        pack_panels(h->q, a.n_q, static_cast<T>(factor), h->q_panels);
-        pack_panels(h->dout, a.n_q, T(1), h->dout_panels);
+        pack_panels(h->q, a.n_q, h->q_panels);
+        pack_panels(h->dout, a.n_q, h->dout_panels);
     }
     return largest_norm(q, a.q, a.n_q, h->d_k, h->spare);
 }

@@ -9,6 +9,7 @@ namespace gradients {
 // ---- weights --------------------------------------------------------------------------------------------------------
 
 /// The scores of a vector of queries in units of log 2: softcapped, with addends. tangent is set with a softcap.
+/// The factor is not in the operands: here it is one instruction, and one rounding, with the difference that follows.
 template <class T, bool CAPPED, bool ADDED>
 POLYATTN_INLINE Vector<T> score_of(const KeyRow<T> &row, int64_t i, Vector<T> *tangent) {
     Vector<T> score = load(row.weights + i) * row.factor;
