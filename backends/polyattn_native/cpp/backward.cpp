@@ -33,7 +33,7 @@ bool is_shared(const Attention &a, const Array &x) {
 }
 
 /// Divide the work into tasks. The keys of few heads are divided, unless chunks would add to the same gradients.
-Division divided(const AttentionBackward &call, bool own_statistics) {
+Division divided(const AttentionBackward &call) {
     const Attention &a = call.forward;
     Division d = {items_of(a), a.kv_heads, a.heads / a.kv_heads, false, false, 1, a.n_k, 1};
     double pairs = double(a.n_q) * double(a.n_k) * double(d.items * a.heads);
@@ -41,7 +41,7 @@ Division divided(const AttentionBackward &call, bool own_statistics) {
     d.all_items = is_shared(a, call.dbias) || is_shared(a, call.ddistances);
     d.all_heads = (call.dbias.data && call.dbias.head == 0) || (call.ddistances.data && call.ddistances.head == 0);
     int64_t apart = d.tasks(), tiles = (a.n_k + KEYS - 1) / KEYS;
-    bool whole = own_statistics || call.ddistances.data || (call.dbias.data && call.dbias.feature == 0);
+    bool whole = call.ddistances.data || (call.dbias.data && call.dbias.feature == 0);
     if (whole || apart % d.threads == 0 || apart >= 4 * d.threads) return d;
     int64_t most = (d.all_items || d.all_heads ? 2 : 4) * d.threads;  // each chunk keeps dq of all its queries
     int64_t wanted = lesser((most + apart - 1) / apart, tiles);
@@ -54,10 +54,8 @@ Division divided(const AttentionBackward &call, bool own_statistics) {
 template <class Element> struct Context {
     const AttentionBackward &call;
     Division division;
-    bool own_statistics;
     Wide<Element> *partial;  // dq of each part and query head, (n_q, wide_k), if there are several chunks
     mutable int doubt;       // set by any task: a result may be wrong
-    mutable int large;       // set by any task: scores are so large that the forward's statistics do not fit
 
     int64_t wide_k() const { return rounded_up(call.forward.d_k, LANES<Wide<Element>>); }
 
@@ -97,12 +95,8 @@ bool run_queries(const Context<Element> &context, const Part &part, int64_t grou
     int64_t head = part.kv_head * context.division.groups + group;
     set_head(call, part.item, head, h);
     T bound = pack_queries<Element>(call, part.item, head, h) * largest_key * T(__builtin_fabs(call.forward.scale));
-    if (context.own_statistics) {
-        if (!(bound <= limit_of<T>(OVERFLOWING))) return raise(&context.doubt), false;
-        own_statistics<Element>(call, part.item, head, h);
-    } else if (!(bound <= limit_of<T>(LARGE)) || !row_statistics<Element>(call, part.item, head, h)) {
-        return raise(&context.large), false;
-    }
+    // Of larger scores the generic kernel computes the statistics again, with the scores that it then uses.
+    if (!(bound <= T(LARGE)) || !row_statistics<Element>(call, part.item, head, h)) return raise(&context.doubt), false;
     add_gradients(*h);
     finish_queries(context, *h, part, group);
     return true;
@@ -114,7 +108,7 @@ template <class Element> void run_part(const Context<Element> &context, const Pa
     const AttentionBackward &call = context.call;
     const Attention &a = call.forward;
     Arena arena(workspace);
-    Head<T> h = head_in<T>(call, context.division.keys, PAIRS<Element>, &arena);
+    Head<T> h = head_in<T>(call, context.division.keys, &arena);
     h.first_key = part.chunk * context.division.keys;
     h.n_k = lesser(context.division.keys, a.n_k - h.first_key);
     T largest_key = pack_keys<Element>(call, part.item, part.kv_head, &h);
@@ -134,7 +128,7 @@ template <class Element> void run_task(const void *shared, int64_t number, void 
     int64_t heads = d.all_heads ? 1 : d.kv_heads, rest = number / d.chunks, item = rest / heads, head = rest % heads;
     for (int64_t i = d.all_items ? 0 : item; i < (d.all_items ? d.items : item + 1); i++) {
         for (int64_t j = d.all_heads ? 0 : head; j < (d.all_heads ? d.kv_heads : head + 1); j++) {
-            if (is_raised(&context.doubt) || is_raised(&context.large)) return;
+            if (is_raised(&context.doubt)) return;
             run_part(context, Part{i, j, number % d.chunks}, workspace);
         }
     }
@@ -159,13 +153,13 @@ template <class Element> void sum_chunks(const void *shared, int64_t number, voi
     if (!finite) raise(&context.doubt);
 }
 
-/// Run all tasks, with the statistics of the forward or with own ones. *large says whether own ones are needed.
-template <class Element> Status run(const AttentionBackward &call, bool own, bool *large) {
+/// Run all tasks.
+template <class Element> Status backward(const AttentionBackward &call) {
     typedef Wide<Element> T;
-    Context<Element> context = {call, divided(call, own), own, nullptr, 0, 0};
+    Context<Element> context = {call, divided(call), nullptr, 0};
     const Division &d = context.division;
     Arena measure(nullptr);
-    head_in<T>(call, d.keys, PAIRS<Element>, &measure);
+    head_in<T>(call, d.keys, &measure);
     int64_t heads = d.items * call.forward.heads;
     if (d.chunks > 1) {
         int64_t count = d.chunks * heads * call.forward.n_q * context.wide_k();
@@ -173,30 +167,10 @@ template <class Element> Status run(const AttentionBackward &call, bool own, boo
         if (!context.partial) return NO_MEMORY;
     }
     Status status = parallel_for(d.tasks(), d.threads, measure.used, run_task<Element>, &context);
-    if (status == OK && context.partial && !context.large && !context.doubt)
+    if (status == OK && context.partial && !context.doubt)
         status = parallel_for(heads, d.threads, 0, sum_chunks<Element>, &context);
     if (context.partial) free_memory(context.partial);
-    *large = context.large;
     return status == OK && context.doubt ? DOUBT : status;
-}
-
-/// Zero an array (batch..., H, rows, features), to which tasks of a run without result have added.
-template <class T> void zero(const Attention &a, const Array &x, int64_t rows, int64_t features) {
-    for (int64_t item = 0; item < items_of(a); item++)
-        for (int64_t head = 0; head < a.heads; head++)
-            for (int64_t i = 0; i < rows; i++)
-                for (int64_t c = 0; c < features; c++) head_of<T>(a, x, item, head)[i * x.row + c * x.feature] = 0;
-}
-
-/// The backward with the statistics of the forward, or with own ones if scores are large.
-template <class Element> Status backward(const AttentionBackward &call) {
-    bool large = false;
-    Status status = run<Element>(call, false, &large);
-    if (status != OK || !large) return status;
-    if (call.dbias.data) zero<Wide<Element>>(call.forward, call.dbias, call.forward.n_q, call.forward.n_k);
-    if (call.ddistances.data)
-        zero<Wide<Element>>(call.forward, call.ddistances, call.forward.n_q + call.forward.n_k - 1, 1);
-    return run<Element>(call, true, &large);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "masks.h"
-#include "pairs.h"
+#include "micro_kernel.h"
 
 namespace gradients {
 
@@ -19,9 +19,6 @@ constexpr double LOG2_E = 1.44269504088896340736;
 
 inline int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-template <class A, class B> constexpr bool is_same = false;
-template <class A> constexpr bool is_same<A, A> = true;
-
 /// Rows of one operand in the type of the sums, of whole vectors.
 template <class T> struct Matrix {
     const T *rows;
@@ -30,8 +27,7 @@ template <class T> struct Matrix {
     const T *row(int64_t i) const { return rows + i * step; }
 };
 
-/// The operands, sums and buffers of one head. bfloat16 operands may be `paired`: an element of them stands for two
-/// neighbours of the axis that is summed, as pairs.h says. d is padded to whole vectors, with zeros.
+/// The operands, sums and buffers of one head. d is padded to whole vectors, with zeros.
 template <class T> struct Head {
     Pairs<T> pairs;
     int64_t d_k, d_v, wide_k, wide_v;
@@ -41,16 +37,13 @@ template <class T> struct Head {
     T *dbias, *ddistances;   // of this head, or null
     int64_t dbias_row, dbias_key;
 
-    bool paired;
-    int64_t depth_k, depth_v;       // d_k and d_v, or the numbers of pairs
     T factor;                       // of the products of q and k: scores are in units of log 2, or of the softcap
-    Matrix<T> k, v;                 // (n_k, depth_k), (n_k, depth_v)
+    Matrix<T> k, v;                 // (n_k, d_k), (n_k, d_v)
     T *q_panels, *dout_panels;      // (panels, wide, PANEL)
-    Matrix<T> k_rows, q, dout;      // (n_k, d_k), (n_q, d_k), (n_q, d_v), or half as many rows of pairs
+    Matrix<T> q, dout;              // (n_q, d_k), (n_q, d_v)
     T *dq, *dk, *dv;                // sums, without the scale: (n_q, wide_k), (n_k, wide_k), (n_k, wide_v)
     T *high, *low, *shift;          // (n_q) of each row: log2 of its sum as two numbers, and dlse - rowsum(dout * out)
     T *weights, *dscores, *tangents;  // (KEYS, STRIP), (KEYS, QUERIES), (KEYS, STRIP)
-    T *pairs_of_keys;                 // (KEYS / 2, QUERIES): dscores of two keys, if paired
     T *added, *kept;                // (KEYS, QUERIES)
     T *spare;                       // (LANES, the most of KEYS and the widths)
 };

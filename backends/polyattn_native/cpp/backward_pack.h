@@ -7,18 +7,15 @@
 namespace gradients {
 
 /// The operands and buffers of a head, in the arena.
-template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t n_k, bool paired, Arena *arena) {
+template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t n_k, Arena *arena) {
     const Attention &a = call.forward;
     Head<T> h{};
     h.d_k = a.d_k, h.d_v = a.d_v;
     h.wide_k = rounded_up(a.d_k, LANES<T>), h.wide_v = rounded_up(a.d_v, LANES<T>);
     int64_t keys = rounded_up(n_k, ROWS), queries = rounded_up(a.n_q, PANEL<T>), rows = a.n_q + ROWS;
-    h.paired = paired;
-    h.depth_k = paired ? (a.d_k + 1) / 2 : a.d_k, h.depth_v = paired ? (a.d_v + 1) / 2 : a.d_v;
     double factor = a.softcap != 0 ? a.scale / a.softcap : a.scale * LOG2_E;
     h.factor = static_cast<T>(factor);
     h.k = {arena->take<T>(keys * h.wide_k), h.wide_k};
-    h.k_rows = paired ? Matrix<T>{arena->take<T>(keys * h.wide_k), h.wide_k} : h.k;
     h.q = {arena->take<T>(rows * h.wide_k), h.wide_k};
     h.dout = {arena->take<T>(rows * h.wide_v), h.wide_v};
     h.v = {arena->take<T>(keys * h.wide_v), h.wide_v};
@@ -27,7 +24,6 @@ template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t
     h.dk = arena->take<T>(keys * h.wide_k), h.dv = arena->take<T>(keys * h.wide_v);
     h.high = arena->take<T>(queries), h.low = arena->take<T>(queries), h.shift = arena->take<T>(queries);
     h.weights = arena->take<T>(KEYS * STRIP), h.dscores = arena->take<T>(KEYS * QUERIES);
-    h.pairs_of_keys = arena->take<T>(paired ? KEYS / 2 * QUERIES : 0);
     h.tangents = arena->take<T>(a.softcap != 0 ? KEYS * STRIP : 0);
     bool addends = a.mask.data || a.q_segments.data || a.blocks.data || a.bias.data || a.slopes || a.distances.data;
     h.added = arena->take<T>(addends ? KEYS * QUERIES : 0);
@@ -108,23 +104,6 @@ inline Wide<Element> largest_norm(const Element *from, const Array &x, int64_t n
     return square_root<T>(broadcast(largest))[0] + zeros[0];
 }
 
-/// Rows of pairs of features, and rows of zeros up to whole groups of ROWS.
-inline void copy_pairs(const Bfloat *from, const Array &x, int64_t n, int64_t d, const Matrix<float> &room) {
-    for (int64_t i = 0; i < n; i++)
-        pack_pairs(Rows<Bfloat>{from, x.row, x.feature}, i, d, const_cast<float *>(room.row(i)));
-    int64_t count = (rounded_up(n, ROWS) - n) * room.step;
-    memset(const_cast<float *>(room.row(n)), 0, static_cast<size_t>(count) * sizeof(float));
-}
-
-/// Panels of pairs of features, and rows of pairs of queries.
-inline void pack_paired(const Bfloat *from, const Array &x, int64_t n, int64_t d, float *spare, float *panels,
-                        const Matrix<float> &rows) {
-    Rows<Bfloat> source = {from, x.row, x.feature};
-    for (int64_t i = 0; i < n; i += PANEL<float>)
-        pack_pair_panel(source, i, n - i, d, panels + i * rows.step, spare);
-    pack_pair_rows(source, 0, n, d, rows.step, const_cast<float *>(rows.rows));
-}
-
 /// Pack the keys and values of a task and zero their gradients; return the largest norm of a key.
 template <class Element>
 inline Wide<Element> pack_keys(const AttentionBackward &call, int64_t item, int64_t kv_head, Head<Wide<Element>> *h) {
@@ -132,15 +111,8 @@ inline Wide<Element> pack_keys(const AttentionBackward &call, int64_t item, int6
     const Attention &a = call.forward;
     const Element *k = head_of<Element>(a, a.k, item, kv_head) + h->first_key * a.k.row;
     const Element *v = head_of<Element>(a, a.v, item, kv_head) + h->first_key * a.v.row;
-    if constexpr (PAIRS<Element>) {
-        copy_pairs(k, a.k, h->n_k, h->d_k, h->k);
-        copy_pairs(v, a.v, h->n_k, h->d_v, h->v);
-        Rows<Bfloat> rows = {k, a.k.row, a.k.feature};
-        pack_pair_rows(rows, 0, h->n_k, h->d_k, h->wide_k, const_cast<float *>(h->k_rows.rows));
-    } else {
-        copy_groups(k, a.k, h->n_k, h->d_k, h->k);
-        copy_groups(v, a.v, h->n_k, h->d_v, h->v);
-    }
+    copy_groups(k, a.k, h->n_k, h->d_k, h->k);
+    copy_groups(v, a.v, h->n_k, h->d_v, h->v);
     int64_t keys = rounded_up(h->n_k, ROWS);
     memset(h->dk, 0, static_cast<size_t>(keys * h->wide_k) * sizeof(T));
     memset(h->dv, 0, static_cast<size_t>(keys * h->wide_v) * sizeof(T));
@@ -152,15 +124,10 @@ template <class Element>
 inline Wide<Element> pack_queries(const AttentionBackward &call, int64_t item, int64_t head, Head<Wide<Element>> *h) {
     const Attention &a = call.forward;
     const Element *q = head_of<Element>(a, a.q, item, head), *dout = head_of<Element>(a, call.dout, item, head);
-    if constexpr (PAIRS<Element>) {
-        pack_paired(q, a.q, a.n_q, h->d_k, h->spare, h->q_panels, h->q);
-        pack_paired(dout, call.dout, a.n_q, h->d_v, h->spare, h->dout_panels, h->dout);
-    } else {
-        h->q = rows_of(q, a.q, a.n_q, h->d_k, h->q);
-        h->dout = rows_of(dout, call.dout, a.n_q, h->d_v, h->dout);
-        pack_panels(h->q, a.n_q, h->q_panels);
-        pack_panels(h->dout, a.n_q, h->dout_panels);
-    }
+    h->q = rows_of(q, a.q, a.n_q, h->d_k, h->q);
+    h->dout = rows_of(dout, call.dout, a.n_q, h->d_v, h->dout);
+    pack_panels(h->q, a.n_q, h->q_panels);
+    pack_panels(h->dout, a.n_q, h->dout_panels);
     return largest_norm(q, a.q, a.n_q, h->d_k, h->spare);
 }
 

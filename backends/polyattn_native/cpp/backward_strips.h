@@ -56,22 +56,14 @@ template <class T> inline void weigh(const Head<T> &h, const KeyRow<T> &row, int
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-/// Call body(Add()), where Add is how the operands of a head are multiplied.
-template <class T, class Body> inline void by_products(const Head<T> &h, Body body) {
-    if constexpr (sizeof(T) == sizeof(float)) {
-        if (h.paired) return body(PairProducts());
-    }
-    body(Products());
-}
-
 /// The products of ROWS keys and a panel of queries over `depth` features.
-template <class T, class Add, Start START, int64_t STEP>
+template <class T, Start START, int64_t STEP>
 inline void multiply_group(int vectors, const T *of_keys, int64_t step, const T *panel, int64_t depth, T *out) {
-    multiply_vectors<T, ROWS, START, Add>(vectors, of_keys, step, 1, panel, PANEL<T>, depth, out, STEP, nullptr);
+    multiply_vectors<T, ROWS, START>(vectors, of_keys, step, 1, panel, PANEL<T>, depth, out, STEP, nullptr);
 }
 
 /// out[key][query] = sum over the features c < d of rows[key][c] and of the panels of the queries.
-template <class T, class Add, int64_t STEP>
+template <class T, int64_t STEP>
 inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *panels, int64_t wide, T *out) {
     for (int64_t c = 0; c < d; c += DEPTH) {
         int64_t depth = lesser(DEPTH, d - c);
@@ -82,7 +74,7 @@ inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *
                 if (seen.from > i || seen.to <= i) continue;
                 int vectors = static_cast<int>(lesser(seen.to - i, PANEL<T>) / LANES<T>);
                 const T *of_keys = rows.row(s.key + group) + c;
-                auto multiply = c == 0 ? multiply_group<T, Add, FROM_ZERO, STEP> : multiply_group<T, Add, FROM_C, STEP>;
+                auto multiply = c == 0 ? multiply_group<T, FROM_ZERO, STEP> : multiply_group<T, FROM_C, STEP>;
                 multiply(vectors, of_keys, rows.step, panel, depth, out + group * STEP + i);
             }
         }
@@ -91,26 +83,21 @@ inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *
 
 /// The scores of a strip in weights, without softcap and addends, and its dweights in dscores.
 template <class T> inline void products_of_strip(const Head<T> &h, const Strip &s) {
-    by_products(h, [&](auto add) {
-        typedef decltype(add) Add;
-        products<T, Add, STRIP>(s, h.depth_k, h.k, h.q_panels, h.wide_k, h.weights);
-        products<T, Add, QUERIES>(s, h.depth_v, h.v, h.dout_panels, h.wide_v, h.dscores + s.column);
-    });
+    products<T, STRIP>(s, h.d_k, h.k, h.q_panels, h.wide_k, h.weights);
+    products<T, QUERIES>(s, h.d_v, h.v, h.dout_panels, h.wide_v, h.dscores + s.column);
 }
 
 /// to[key][c] += sum over the queries of a strip of by_key[key][query] * rows[query][c].
-template <class T, class Add, int64_t STEP>
+template <class T, int64_t STEP>
 inline void add_products(const Strip &s, const T *by_key, const Matrix<T> &rows, int64_t wide, T *to) {
-    constexpr bool IN_PAIRS = !is_same<Add, Products>;
     for (int64_t c = 0; c < wide; c += PANEL<T>) {
         int vectors = static_cast<int>(lesser(PANEL<T>, wide - c) / LANES<T>);
         for (int64_t group = 0; group < s.keys; group += ROWS) {
             const Seen &seen = s.of(group);
-            int64_t first = IN_PAIRS ? seen.first / 2 : seen.first, stop = IN_PAIRS ? (seen.stop + 1) / 2 : seen.stop;
-            int64_t row = (IN_PAIRS ? s.query / 2 : s.query) + first;
-            multiply_vectors<T, ROWS, ADDED_TO_C, Add>(vectors, by_key + group * STEP + first, STEP, 1,
-                                                       rows.row(row) + c, rows.step, stop - first,
-                                                       to + (s.key + group) * wide + c, wide, nullptr);
+            multiply_vectors<T, ROWS, ADDED_TO_C>(vectors, by_key + group * STEP + seen.first, STEP, 1,
+                                                  rows.row(s.query + seen.first) + c, rows.step,
+                                                  seen.stop - seen.first, to + (s.key + group) * wide + c, wide,
+                                                  nullptr);
         }
     }
 }
@@ -166,24 +153,6 @@ template <class T> inline void through_softcap(const KeyRow<T> &row, const Seen 
     }
 }
 
-/// Replace the weights and dscores of a group by pairs of queries, and the dscores also by pairs of keys.
-template <class T> inline void pair_group(const Head<T> &h, const Strip &s, int64_t group) {
-    if constexpr (sizeof(T) == sizeof(float)) {
-        const int64_t vectors = rounded_up(s.queries, LANES<T>) / LANES<T>;
-        for (int64_t key = group; key < group + ROWS; key += 2) {
-            KeyRow<T> one = row_of_key(h, s, key), other = row_of_key(h, s, key + 1);
-            bool there = key + 1 < s.keys;
-            T *both = h.pairs_of_keys + key / 2 * QUERIES + s.column;
-            for (int64_t v = 0; v < vectors; v++) {
-                Vector<T> second = there ? load(other.dscores + v * LANES<T>) : Vector<T>{};
-                store(both + v * LANES<T>, pair_of(load(one.dscores + v * LANES<T>), second));
-            }
-            round_row(one.weights, vectors), round_row(other.weights, vectors);
-            round_row(one.dscores, vectors), round_row(other.dscores, vectors);
-        }
-    }
-}
-
 /// The weights and dscores of a strip from its scores and dweights.
 template <class T> inline void weigh_strip(const Head<T> &h, const Strip &s) {
     for (int64_t group = 0; group < s.keys; group += ROWS) {
@@ -193,23 +162,17 @@ template <class T> inline void weigh_strip(const Head<T> &h, const Strip &s) {
     }
     if (h.dbias) add_bias(h, s);
     if (h.ddistances) add_distances(h, s);
-    if (h.softcap == 0 && !h.paired) return;
-    for (int64_t group = 0; group < s.keys; group += ROWS) {
-        if (h.softcap != 0)
-            for (int64_t r = 0; r < ROWS; r++) through_softcap(row_of_key(h, s, group + r), s.of(group));
-        if (h.paired) pair_group(h, s, group);
-    }
+    if (h.softcap == 0) return;
+    for (int64_t group = 0; group < s.keys; group += ROWS)
+        for (int64_t r = 0; r < ROWS; r++) through_softcap(row_of_key(h, s, group + r), s.of(group));
 }
 
 /// The dscores of a strip, and from them and its weights its parts of dv and dk.
 template <class T> inline void gradients_of_strip(const Head<T> &h, const Strip &s) {
     products_of_strip(h, s);
     weigh_strip(h, s);
-    by_products(h, [&](auto add) {
-        typedef decltype(add) Add;
-        add_products<T, Add, STRIP>(s, h.weights, h.dout, h.wide_v, h.dv);
-        add_products<T, Add, QUERIES>(s, h.dscores + s.column, h.q, h.wide_k, h.dk);
-    });
+    add_products<T, STRIP>(s, h.weights, h.dout, h.wide_v, h.dv);
+    add_products<T, QUERIES>(s, h.dscores + s.column, h.q, h.wide_k, h.dk);
 }
 
 }  // namespace gradients

@@ -34,20 +34,18 @@ template <class T, class RowOf> inline void transposed_rows(const Tile &t, T *sp
 }
 
 /// Add the parts of dq of a tile of the keys [key, stop), which stay in the first-level cache.
-template <class T, class Add> inline void add_dq(const Head<T> &h, const Tile &t, int64_t key, int64_t stop) {
-    constexpr int64_t UNIT = is_same<Add, Products> ? 1 : 2;  // keys of an element
-    const T *dscores = UNIT == 1 ? h.dscores : h.pairs_of_keys;
+template <class T> inline void add_dq(const Head<T> &h, const Tile &t, int64_t key, int64_t stop) {
     for (int64_t c = 0; c < h.wide_k; c += PANEL<T>) {
         int vectors = static_cast<int>(lesser(PANEL<T>, h.wide_k - c) / LANES<T>);
         for (int64_t i = 0; i < t.queries; i += ROWS) {
             Range first = keys_of(h.pairs, t.query + i);
             Range last = keys_of(h.pairs, lesser(t.query + i + ROWS, h.pairs.n_q) - 1);
-            int64_t from = greater(lesser(first.first, last.first) - h.first_key - t.key, key) / UNIT;
-            int64_t to = (lesser(greater(first.stop, last.stop) - h.first_key - t.key, stop) + UNIT - 1) / UNIT;
+            int64_t from = greater(lesser(first.first, last.first) - h.first_key - t.key, key);
+            int64_t to = lesser(greater(first.stop, last.stop) - h.first_key - t.key, stop);
             if (from >= to) continue;
-            multiply_vectors<T, ROWS, ADDED_TO_C, Add>(vectors, dscores + from * QUERIES + i, 1, QUERIES,
-                                                       h.k_rows.row(t.key / UNIT + from) + c, h.k_rows.step, to - from,
-                                                       h.dq + (t.query + i) * h.wide_k + c, h.wide_k, nullptr);
+            multiply_vectors<T, ROWS, ADDED_TO_C>(vectors, h.dscores + from * QUERIES + i, 1, QUERIES,
+                                                  h.k.row(t.key + from) + c, h.k.step, to - from,
+                                                  h.dq + (t.query + i) * h.wide_k + c, h.wide_k, nullptr);
         }
     }
 }
@@ -80,10 +78,7 @@ template <class T, class Body> inline void for_tiles(const Head<T> &h, Body body
 template <class T> inline void add_gradients(const Head<T> &h) {
     for_tiles(h, [&](const Tile &t) {
         for (int64_t i = 0; i < t.queries; i += STRIP) gradients_of_strip(h, strip_of(h, t, i));
-        by_products(h, [&](auto add) {
-            for (int64_t key = 0; key < t.keys; key += SUMMED)
-                add_dq<T, decltype(add)>(h, t, key, lesser(key + SUMMED, t.keys));
-        });
+        for (int64_t key = 0; key < t.keys; key += SUMMED) add_dq(h, t, key, lesser(key + SUMMED, t.keys));
     });
 }
 

@@ -28,18 +28,8 @@ inline void round_row(float *row, int64_t vectors) {
         store(row + v / 2 * L, reinterpret_cast<Vector<float>>(both));
     }
 }
-
-/// Lane i is the pair of lanes i.
-POLYATTN_INLINE Vector<float> pair_of(Vector<float> low, Vector<float> high) {
-    __m256bh one = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(low));
-    __m256bh other = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(high));
-    __m512i shifted = _mm512_slli_epi32(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(other)), 16);
-    return reinterpret_cast<Vector<float>>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(one)) | shifted);
-}
 #else
 typedef Products PairProducts;
-
-POLYATTN_INLINE Vector<float> pair_of(Vector<float> low, Vector<float>) { return low; }
 
 inline void round_row(float *, int64_t) {}
 #endif
