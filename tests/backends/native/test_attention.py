@@ -15,34 +15,16 @@ from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES
 from polyattn_native import _arguments, _kernel, status
 
-pytestmark = pytest.mark.skipif(isinstance(status(), str), reason="there is no native library here")
+pytestmark = [
+    pytest.mark.skipif(isinstance(status(), str), reason="there is no native library here"),
+    pytest.mark.usefixtures("alone"),
+]
+DIRECTION = "forward"
+"""The method of the generic kernel that the tests forbid."""
 
 Arrays = tuple[np.ndarray, ...]
 EDGES = (1, 5, 7, 64, 95, 97, 513)
 """Around the lengths of a panel, of a group of rows, and of a block of keys in forward_chunk.h."""
-
-
-@pytest.fixture
-def generic() -> None:
-    """The generic kernel may compute the forward."""
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Fail where the native kernel leaves the problem to the generic one, unless the test asks for both."""
-    if "generic" not in request.fixturenames:
-
-        def refuse(*arguments: Any) -> None:
-            pytest.fail("the generic kernel computed the forward")
-
-        monkeypatch.setattr(_kernel.TILED, "forward", refuse)
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The number of threads, however few processors and however small the problem."""
-    monkeypatch.setattr(_kernel, "threads_of", lambda problem: request.param)
-    return int(request.param)
 
 
 def normal(*shapes: tuple[int, ...], seed: int = 0, dtype: str = "float64") -> Arrays:

@@ -14,37 +14,19 @@ from polyattn.testing import assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.cases import CASES as EVERY_CASE
 from polyattn.testing.compare import central_differences
-from polyattn_native import _kernel, status
+from polyattn_native import status
 
-pytestmark = pytest.mark.skipif(isinstance(status(), str), reason="there is no native library here")
+pytestmark = [
+    pytest.mark.skipif(isinstance(status(), str), reason="there is no native library here"),
+    pytest.mark.usefixtures("alone"),
+]
+DIRECTION = "backward"
+"""The method of the generic kernel that the tests forbid."""
 
 Arrays = tuple[np.ndarray, ...]
 CASES = [case for case in EVERY_CASE if case.name != "large-scores"]  # which are left to the generic kernel
 KEYS, QUERIES = 192, 192
 """The lengths of a tile in backward_tiles.h."""
-
-
-@pytest.fixture
-def generic() -> None:
-    """The generic kernel may compute the backward."""
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Fail where the native backward leaves the problem to the generic kernel, unless the test asks for both."""
-    if "generic" not in request.fixturenames:
-
-        def refuse(*arguments: Any) -> None:
-            pytest.fail("the generic kernel computed the backward")
-
-        monkeypatch.setattr(_kernel.TILED, "backward", refuse)
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The number of threads, however few processors and however small the problem."""
-    monkeypatch.setattr(_kernel, "threads_of", lambda problem: request.param)
-    return int(request.param)
 
 
 def normal(*shapes: tuple[int, ...], seed: int = 0, dtype: str = "float64") -> Arrays:
