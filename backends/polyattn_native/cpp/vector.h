@@ -84,12 +84,6 @@ template <class V> POLYATTN_INLINE V smaller(V a, V b) {
     return a < b ? a : b;
 }
 
-/// The larger of two numbers; NaN where either is NaN.
-template <class V> POLYATTN_INLINE V maximum(V a, V b) {
-    V m = a > b ? a : b;  // b where a is NaN or b is
-    return a == a ? m : a;
-}
-
 // ---- shuffles -------------------------------------------------------------------------------------------------------
 
 /// A list of lane numbers 0, 1, ..., N - 1 as template arguments.
