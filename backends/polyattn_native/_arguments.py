@@ -216,7 +216,7 @@ def _fill_numbers(
     structure.batch[:] = [1] * (BATCH_AXES - len(batch)) + batch
     for name in ("heads", "kv_heads", "n_q", "n_k", "d_k", "d_v"):
         setattr(structure, name, getattr(sizes, name))
-    steps, lengths = [0, 0, 1], (*structure.batch, sizes.heads, sizes.n_q, sizes.d_v)
+    lengths = (*structure.batch, sizes.heads, sizes.n_q, sizes.d_v)
     steps = [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
     structure.out.batch[:] = steps[:BATCH_AXES]
     structure.out.head, structure.out.row, structure.out.feature = steps[BATCH_AXES:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from typing import NamedTuple
@@ -12,13 +11,13 @@ import numpy as np
 from polyattn.backend import Array
 
 from ._threads import thread_count
+from ._views import address_of
 
-__all__ = ["CODES", "Layout", "address", "aligned", "is_matrix", "is_whole", "layout_of", "steps_of", "succeeded"]
+__all__ = ["CODES", "Layout", "address", "aligned", "is_matrix", "is_whole", "layout_of", "succeeded"]
 
 CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}  # enum DType of cpp/abi.h
 OK, NO_MEMORY = 0, 1  # enum Status
 ALONE = 2**15  # elements below which a second thread is never worth asking for
-MEMORY = ctypes.c_char * 0
 
 
 class Layout(NamedTuple):
@@ -55,7 +54,7 @@ def layout_of(backend: str, axes: int, *arrays: Array) -> Layout | None:
     steps = [_step(x, lead) for x in arrays]
     if None in steps:
         return None
-    return Layout(CODES[dtype], size // n, n, tuple(steps), threads)  # type: ignore[arg-type]  # none is None
+    return Layout(CODES[dtype], size // n, n, tuple(steps), threads)  # type: ignore[arg-type]  # no step is None here
 
 
 def _step(x: Array, lead: int) -> int | None:
@@ -80,13 +79,8 @@ def aligned(x: Array | None) -> Array | None:
 
 
 def address(x: Array | None) -> int | None:
-    """Return where the elements of an array begin; ``x.ctypes.data`` takes four times as long."""
-    if x is None:
-        return None
-    try:
-        return ctypes.addressof(MEMORY.from_buffer(x))
-    except (TypeError, ValueError, BufferError):  # read-only, or not contiguous
-        return int(x.ctypes.data)
+    """Return the address of the first element, or None without an array."""
+    return None if x is None else address_of(x)
 
 
 def succeeded(status: int, size: int) -> bool:
@@ -108,8 +102,3 @@ def is_matrix(x: Array, like: Array) -> bool:
     """Return whether an array is a matrix of the dtype of another one, which the library can read."""
     readable = type(x) is np.ndarray and x.ndim == 2 and x.flags.aligned and x.dtype == like.dtype and x.dtype in CODES
     return readable and not any(step % x.itemsize for step in x.strides)
-
-
-def steps_of(x: Array) -> tuple[int, ...]:
-    """Return the strides in elements."""
-    return tuple([step // x.itemsize for step in x.strides])

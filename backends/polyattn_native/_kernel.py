@@ -164,10 +164,10 @@ def _forward_at() -> Callable[..., int]:
     functions: Any = library()
     function = functions.polyattn_attention_forward_at
     function.argtypes = (ctypes.POINTER(Attention), *[ctypes.c_void_p] * 6, ctypes.c_int32)
-    return function  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]  # a function of the library is Any
 
 
 @functools.cache
 def _backward_function() -> Callable[[Any], int]:
     functions: Any = library()
-    return functions.polyattn_attention_backward  # type: ignore[no-any-return]
+    return functions.polyattn_attention_backward  # type: ignore[no-any-return]  # as above

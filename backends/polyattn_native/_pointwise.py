@@ -16,9 +16,10 @@ import numpy as np
 
 from polyattn.backend import Array
 
-from ._arrays import CODES, address, aligned, is_matrix, is_whole, layout_of, steps_of, succeeded
+from ._arrays import CODES, address, aligned, is_matrix, is_whole, layout_of, succeeded
 from ._library import library, status
 from ._threads import thread_count
+from ._views import strides_of
 
 __all__ = ["operation", "operations"]
 
@@ -287,8 +288,8 @@ class Operations:
             return None
         y = np.empty((m, n), a.dtype)
         done = self._matmul(
-            CODES[a.dtype], thread_count(self._backend), m, k, n, address(a), *steps_of(a), address(b), *steps_of(b),
-            address(bias), address(y),
+            CODES[a.dtype], thread_count(self._backend), m, k, n, address(a), *strides_of(a), address(b),
+            *strides_of(b), address(bias), address(y),
         )  # fmt: skip
         return y if succeeded(done, y.size) else None
 

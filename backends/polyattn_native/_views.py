@@ -39,8 +39,8 @@ def address_of(x: Array) -> int:
     if not isinstance(x, np.ndarray):
         return int(x.data_ptr())
     try:
-        return ctypes.addressof(MEMORY.from_buffer(x))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # read-only or not contiguous: five times slower
+        return ctypes.addressof(MEMORY.from_buffer(x))  # type: ignore[arg-type]  # an array is a writable buffer
+    except (TypeError, ValueError, BufferError):  # read-only or not contiguous: five times slower
         return int(x.ctypes.data)
 
 
@@ -49,7 +49,7 @@ def strides_of(x: Array) -> tuple[int, ...]:
     if isinstance(x, np.ndarray):
         size = x.itemsize
         return tuple([step // size for step in x.strides])
-    return x.stride()  # type: ignore[no-any-return]
+    return x.stride()  # type: ignore[no-any-return]  # torch is Any to the type checker
 
 
 def code_of(x: Array) -> int:
