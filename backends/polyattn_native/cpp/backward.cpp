@@ -97,7 +97,7 @@ bool run_queries(const Context<Element> &context, const Part &part, int64_t grou
     T bound = pack_queries<Element>(call, part.item, head, h) * largest_key * T(__builtin_fabs(call.forward.scale));
     // Of larger scores the generic kernel computes the statistics again, with the scores that it then uses.
     if (!(bound <= T(LARGE)) || !row_statistics<Element>(call, part.item, head, h)) return raise(&context.doubt), false;
-    add_gradients(*h);
+    add_gradients<ProductsOf<Element>>(*h);
     finish_queries(context, *h, part, group);
     return true;
 }
@@ -108,7 +108,7 @@ template <class Element> void run_part(const Context<Element> &context, const Pa
     const AttentionBackward &call = context.call;
     const Attention &a = call.forward;
     Arena arena(workspace);
-    Head<T> h = head_in<T>(call, context.division.keys, &arena);
+    Head<T> h = head_in<Element>(call, context.division.keys, &arena);
     h.first_key = part.chunk * context.division.keys;
     h.n_k = lesser(context.division.keys, a.n_k - h.first_key);
     T largest_key = pack_keys<Element>(call, part.item, part.kv_head, &h);
@@ -159,7 +159,7 @@ template <class Element> Status backward(const AttentionBackward &call) {
     Context<Element> context = {call, divided(call), nullptr, 0};
     const Division &d = context.division;
     Arena measure(nullptr);
-    head_in<T>(call, d.keys, &measure);
+    head_in<Element>(call, d.keys, &measure);
     int64_t heads = d.items * call.forward.heads;
     if (d.chunks > 1) {
         int64_t count = d.chunks * heads * call.forward.n_q * context.wide_k();

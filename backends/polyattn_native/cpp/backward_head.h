@@ -3,7 +3,7 @@
 #pragma once
 
 #include "masks.h"
-#include "micro_kernel.h"
+#include "pairs.h"
 
 namespace gradients {
 
@@ -27,6 +27,14 @@ template <class T> struct Matrix {
     const T *row(int64_t i) const { return rows + i * step; }
 };
 
+/// The operands of the products of keys and queries: rows of keys and panels of queries, (n_k, depth) and (panels, step,
+/// PANEL), where depth is the number of features or of their pairs, and step that of the rows in memory.
+template <class T> struct Operands {
+    Matrix<T> keys;
+    T *panels;
+    int64_t depth;
+};
+
 /// The operands, sums and buffers of one head. d is padded to whole vectors, with zeros.
 template <class T> struct Head {
     Pairs<T> pairs;
@@ -38,8 +46,8 @@ template <class T> struct Head {
     int64_t dbias_row, dbias_key;
 
     T factor;                       // of the products of q and k: scores are in units of log 2, or of the softcap
-    Matrix<T> k, v;                 // (n_k, d_k), (n_k, d_v)
-    T *q_panels, *dout_panels;      // (panels, wide, PANEL)
+    Operands<T> scores, dweights;   // q and k, dout and v
+    Matrix<T> k;                    // (n_k, d_k)
     Matrix<T> q, dout;              // (n_q, d_k), (n_q, d_v)
     T *dq, *dk, *dv;                // sums, without the scale: (n_q, wide_k), (n_k, wide_k), (n_k, wide_v)
     T *high, *low, *shift;          // (n_q) of each row: log2 of its sum as two numbers, and dlse - rowsum(dout * out)

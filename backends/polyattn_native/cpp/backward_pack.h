@@ -6,8 +6,19 @@
 
 namespace gradients {
 
+/// Room for operands of d features.
+template <class Element>
+inline Operands<Wide<Element>> operands_in(int64_t keys, int64_t queries, int64_t d, Arena *arena) {
+    typedef Wide<Element> T;
+    int64_t depth = PAIRS<Element> ? (d + 1) / 2 : d, step = PAIRS<Element> ? depth : rounded_up(d, LANES<T>);
+    Matrix<T> rows = {arena->take<T>(keys * step), step};
+    return {rows, arena->take<T>(queries * step), depth};
+}
+
 /// The operands and buffers of a head, in the arena.
-template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t n_k, Arena *arena) {
+template <class Element>
+inline Head<Wide<Element>> head_in(const AttentionBackward &call, int64_t n_k, Arena *arena) {
+    typedef Wide<Element> T;
     const Attention &a = call.forward;
     Head<T> h{};
     h.d_k = a.d_k, h.d_v = a.d_v;
@@ -15,11 +26,11 @@ template <class T> inline Head<T> head_in(const AttentionBackward &call, int64_t
     int64_t keys = rounded_up(n_k, ROWS), queries = rounded_up(a.n_q, PANEL<T>), rows = a.n_q + ROWS;
     double factor = a.softcap != 0 ? a.scale / a.softcap : a.scale * LOG2_E;
     h.factor = static_cast<T>(factor);
-    h.k = {arena->take<T>(keys * h.wide_k), h.wide_k};
+    h.scores = operands_in<Element>(keys, queries, a.d_k, arena);
+    h.dweights = operands_in<Element>(keys, queries, a.d_v, arena);
+    h.k = PAIRS<Element> ? Matrix<T>{arena->take<T>(keys * h.wide_k), h.wide_k} : h.scores.keys;
     h.q = {arena->take<T>(rows * h.wide_k), h.wide_k};
     h.dout = {arena->take<T>(rows * h.wide_v), h.wide_v};
-    h.v = {arena->take<T>(keys * h.wide_v), h.wide_v};
-    h.q_panels = arena->take<T>(queries * h.wide_k), h.dout_panels = arena->take<T>(queries * h.wide_v);
     h.dq = arena->take<T>(rows * h.wide_k);
     h.dk = arena->take<T>(keys * h.wide_k), h.dv = arena->take<T>(keys * h.wide_v);
     h.high = arena->take<T>(queries), h.low = arena->take<T>(queries), h.shift = arena->take<T>(queries);
@@ -63,16 +74,23 @@ inline Matrix<T> rows_of(const Element *from, const Array &x, int64_t n, int64_t
     return room;
 }
 
-/// Copy rows (n, d) as copy_rows, and add rows of zeros up to whole groups of ROWS.
-template <class Element, class T>
-inline void copy_groups(const Element *from, const Array &x, int64_t n, int64_t d, const Matrix<T> &room) {
-    copy_rows(from, x, n, d, room);
-    int64_t count = (rounded_up(n, ROWS) - n) * room.step;
-    memset(const_cast<T *>(room.row(n)), 0, static_cast<size_t>(count) * sizeof(T));
+/// Copy keys or values (n, d) to the rows of operands, with rows of zeros up to whole groups of ROWS.
+template <class Element>
+inline void pack_groups(const Element *from, const Array &x, int64_t n, int64_t d,
+                        const Operands<Wide<Element>> &room) {
+    typedef Wide<Element> T;
+    if constexpr (PAIRS<Element>) {
+        for (int64_t i = 0; i < n; i++)
+            pack_pairs(Rows<Element>{from, x.row, x.feature}, i, d, const_cast<T *>(room.keys.row(i)));
+    } else {
+        copy_rows(from, x, n, d, room.keys);
+    }
+    int64_t count = (rounded_up(n, ROWS) - n) * room.keys.step;
+    memset(const_cast<T *>(room.keys.row(n)), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
 /// panels[i / PANEL][c][i % PANEL] = x[i][c], for n rows of d; the last panel is filled with zeros.
-template <class T> inline void pack_panels(const Matrix<T> &x, int64_t n, T *panels) {
+template <class T> inline void transpose_panels(const Matrix<T> &x, int64_t n, T *panels) {
     constexpr int N = LANES<T>;
     const int64_t wide = x.step;
     for (int64_t i = 0; i < rounded_up(n, PANEL<T>); i += N) {
@@ -83,6 +101,19 @@ template <class T> inline void pack_panels(const Matrix<T> &x, int64_t n, T *pan
             transpose<T>(square);
             for (int r = 0; r < N; r++) store(panel + (c + r) * PANEL<T>, square[r]);
         }
+    }
+}
+
+/// Copy queries or dout (n, d), which are in `rows` too, to the panels of operands.
+template <class Element, class T>
+inline void pack_panels(const Element *from, const Array &x, const Matrix<T> &rows, int64_t n, int64_t d,
+                        const Operands<T> &room, T *spare) {
+    if constexpr (PAIRS<Element>) {
+        for (int64_t i = 0; i < n; i += PANEL<T>)
+            pack_pair_panel(Rows<Element>{from, x.row, x.feature}, i, lesser(PANEL<T>, n - i), d,
+                            room.panels + i * room.depth, spare);
+    } else {
+        transpose_panels(rows, n, room.panels);
     }
 }
 
@@ -111,8 +142,9 @@ inline Wide<Element> pack_keys(const AttentionBackward &call, int64_t item, int6
     const Attention &a = call.forward;
     const Element *k = head_of<Element>(a, a.k, item, kv_head) + h->first_key * a.k.row;
     const Element *v = head_of<Element>(a, a.v, item, kv_head) + h->first_key * a.v.row;
-    copy_groups(k, a.k, h->n_k, h->d_k, h->k);
-    copy_groups(v, a.v, h->n_k, h->d_v, h->v);
+    pack_groups(k, a.k, h->n_k, h->d_k, h->scores);
+    pack_groups(v, a.v, h->n_k, h->d_v, h->dweights);
+    if (PAIRS<Element>) copy_rows(k, a.k, h->n_k, h->d_k, h->k);
     int64_t keys = rounded_up(h->n_k, ROWS);
     memset(h->dk, 0, static_cast<size_t>(keys * h->wide_k) * sizeof(T));
     memset(h->dv, 0, static_cast<size_t>(keys * h->wide_v) * sizeof(T));
@@ -126,8 +158,8 @@ inline Wide<Element> pack_queries(const AttentionBackward &call, int64_t item, i
     const Element *q = head_of<Element>(a, a.q, item, head), *dout = head_of<Element>(a, call.dout, item, head);
     h->q = rows_of(q, a.q, a.n_q, h->d_k, h->q);
     h->dout = rows_of(dout, call.dout, a.n_q, h->d_v, h->dout);
-    pack_panels(h->q, a.n_q, h->q_panels);
-    pack_panels(h->dout, a.n_q, h->dout_panels);
+    pack_panels(q, a.q, h->q, a.n_q, h->d_k, h->scores, h->spare);
+    pack_panels(dout, call.dout, h->dout, a.n_q, h->d_v, h->dweights, h->spare);
     return largest_norm(q, a.q, a.n_q, h->d_k, h->spare);
 }
 

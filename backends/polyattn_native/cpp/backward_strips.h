@@ -57,34 +57,34 @@ template <class T> inline void weigh(const Head<T> &h, const KeyRow<T> &row, int
 // ---- products -------------------------------------------------------------------------------------------------------
 
 /// The products of ROWS keys and a panel of queries over `depth` features.
-template <class T, Start START, int64_t STEP>
+template <class Add, Start START, int64_t STEP, class T>
 inline void multiply_group(int vectors, const T *of_keys, int64_t step, const T *panel, int64_t depth, T *out) {
-    multiply_vectors<T, ROWS, START>(vectors, of_keys, step, 1, panel, PANEL<T>, depth, out, STEP, nullptr);
+    multiply_vectors<T, ROWS, START, Add>(vectors, of_keys, step, 1, panel, PANEL<T>, depth, out, STEP, nullptr);
 }
 
-/// out[key][query] = sum over the features c < d of rows[key][c] and of the panels of the queries.
-template <class T, int64_t STEP>
-inline void products(const Strip &s, int64_t d, const Matrix<T> &rows, const T *panels, int64_t wide, T *out) {
-    for (int64_t c = 0; c < d; c += DEPTH) {
-        int64_t depth = lesser(DEPTH, d - c);
+/// out[key][query] = sum over the features, or their pairs, of the rows of keys times the panels of queries.
+template <class Add, int64_t STEP, class T> inline void products(const Strip &s, const Operands<T> &x, T *out) {
+    const int64_t step = x.keys.step;
+    for (int64_t c = 0; c < x.depth; c += DEPTH) {
+        int64_t depth = lesser(DEPTH, x.depth - c);
         for (int64_t i = 0; i < s.queries; i += PANEL<T>) {
-            const T *panel = panels + (s.query + i) * wide + c * PANEL<T>;
+            const T *panel = x.panels + (s.query + i) * step + c * PANEL<T>;
             for (int64_t group = 0; group < s.keys; group += ROWS) {
                 const Seen &seen = s.of(group);
                 if (seen.from > i || seen.to <= i) continue;
                 int vectors = static_cast<int>(lesser(seen.to - i, PANEL<T>) / LANES<T>);
-                const T *of_keys = rows.row(s.key + group) + c;
-                auto multiply = c == 0 ? multiply_group<T, FROM_ZERO, STEP> : multiply_group<T, FROM_C, STEP>;
-                multiply(vectors, of_keys, rows.step, panel, depth, out + group * STEP + i);
+                const T *of_keys = x.keys.row(s.key + group) + c;
+                auto multiply = c == 0 ? multiply_group<Add, FROM_ZERO, STEP, T> : multiply_group<Add, FROM_C, STEP, T>;
+                multiply(vectors, of_keys, step, panel, depth, out + group * STEP + i);
             }
         }
     }
 }
 
 /// The scores of a strip in weights, without softcap and addends, and its dweights in dscores.
-template <class T> inline void products_of_strip(const Head<T> &h, const Strip &s) {
-    products<T, STRIP>(s, h.d_k, h.k, h.q_panels, h.wide_k, h.weights);
-    products<T, QUERIES>(s, h.d_v, h.v, h.dout_panels, h.wide_v, h.dscores + s.column);
+template <class Add, class T> inline void products_of_strip(const Head<T> &h, const Strip &s) {
+    products<Add, STRIP>(s, h.scores, h.weights);
+    products<Add, QUERIES>(s, h.dweights, h.dscores + s.column);
 }
 
 /// to[key][c] += sum over the queries of a strip of by_key[key][query] * rows[query][c].
@@ -168,8 +168,8 @@ template <class T> inline void weigh_strip(const Head<T> &h, const Strip &s) {
 }
 
 /// The dscores of a strip, and from them and its weights its parts of dv and dk.
-template <class T> inline void gradients_of_strip(const Head<T> &h, const Strip &s) {
-    products_of_strip(h, s);
+template <class Add, class T> inline void gradients_of_strip(const Head<T> &h, const Strip &s) {
+    products_of_strip<Add>(h, s);
     weigh_strip(h, s);
     add_products<T, STRIP>(s, h.weights, h.dout, h.wide_v, h.dv);
     add_products<T, QUERIES>(s, h.dscores + s.column, h.q, h.wide_k, h.dk);

@@ -74,10 +74,11 @@ template <class T, class Body> inline void for_tiles(const Head<T> &h, Body body
     }
 }
 
-/// Add the gradients of all tiles of a head to dq, dk and dv.
-template <class T> inline void add_gradients(const Head<T> &h) {
+/// Add the gradients of all tiles of a head to dq, dk and dv. Add is for the products of the operands, which lose no
+/// digits as pairs of bfloat16; weights and dscores would.
+template <class Add, class T> inline void add_gradients(const Head<T> &h) {
     for_tiles(h, [&](const Tile &t) {
-        for (int64_t i = 0; i < t.queries; i += STRIP) gradients_of_strip(h, strip_of(h, t, i));
+        for (int64_t i = 0; i < t.queries; i += STRIP) gradients_of_strip<Add>(h, strip_of(h, t, i));
         for (int64_t key = 0; key < t.keys; key += SUMMED) add_dq(h, t, key, lesser(key + SUMMED, t.keys));
     });
 }

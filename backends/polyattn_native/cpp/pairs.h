@@ -34,6 +34,15 @@ typedef Products PairProducts;
 inline void round_row(float *, int64_t) {}
 #endif
 
+template <class Element> struct ProductsFor {
+    typedef Products type;
+};
+template <> struct ProductsFor<Bfloat> {
+    typedef PairProducts type;
+};
+/// How the products of elements are added: in pairs, if PAIRS.
+template <class Element> using ProductsOf = typename ProductsFor<Element>::type;
+
 /// out: row i of n features as (n + 1) / 2 pairs. Returns the bits of the largest magnitude.
 inline uint16_t pack_pairs(Rows<Bfloat> rows, int64_t i, int64_t n, float *out) {
     const Bfloat *row = rows.at(i);
