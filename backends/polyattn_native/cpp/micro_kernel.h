@@ -66,14 +66,17 @@ POLYATTN_INLINE void multiply_vectors(int vectors, const T *a, int64_t a_row, in
         multiply_vectors<T, R, START, Add, V - 1>(vectors, a, a_row, a_step, b, b_row, n, c, c_row, factor);
 }
 
+/// The number of vectors at a time for R rows: with few rows there are registers for more vectors.
+template <int R> constexpr int ACROSS = R == 1 ? 4 * VECTORS : R == 2 ? 2 * VECTORS : VECTORS;
+
 /// multiply_block for any number of vectors: c (R, vectors * LANES).
 template <class T, int R, Start START, class Add = Products>
 POLYATTN_INLINE void multiply_tile(int64_t vectors, const T *a, int64_t a_row, int64_t a_step, const T *b,
                                    int64_t b_row, int64_t n, T *c, int64_t c_row, const T *factor) {
-    for (int64_t first = 0; first < vectors; first += VECTORS) {
-        int now = vectors - first < VECTORS ? static_cast<int>(vectors - first) : VECTORS;
-        multiply_vectors<T, R, START, Add>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n, c + first * LANES<T>,
-                                           c_row, factor);
+    for (int64_t first = 0; first < vectors; first += ACROSS<R>) {
+        int now = vectors - first < ACROSS<R> ? static_cast<int>(vectors - first) : ACROSS<R>;
+        multiply_vectors<T, R, START, Add, ACROSS<R>>(now, a, a_row, a_step, b + first * LANES<T>, b_row, n,
+                                                      c + first * LANES<T>, c_row, factor);
     }
 }
 

@@ -167,6 +167,13 @@ class TestFewRows:
         assert_right(q, k, v, dtype, key_lengths=2000, sinks=normal((2,), dtype=dtype)[0])
         assert_right(q, k, v, dtype, window=(40, None), causal=True)
 
+    @pytest.mark.parametrize("d_v", [1, 40, 64, 130, 300])
+    @pytest.mark.parametrize("n_q", [1, 2, 3])
+    def test_numbers_of_features(self, n_q: int, d_v: int) -> None:
+        q, k, v = normal((2, n_q, 9), (2, 70, 9), (2, 70, d_v))
+        for dtype in ("float32", "float64"):
+            assert_right(*(x.astype(dtype) for x in (q, k, v)), dtype)
+
     def test_values_beyond_the_length_are_not_read(self, threads: int) -> None:
         q, k, v = normal((1, 2, 1, 16), (1, 2, 2000, 16), (1, 2, 2000, 16), dtype="float32")
         want = pa.attention(q, k[..., :1200, :], v[..., :1200, :])
