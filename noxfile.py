@@ -1,6 +1,6 @@
 """All checks of the project, each in its own environment.
 
-``nox`` alone runs lint, typing, minimal, plugin and interop, then the suite on numpy, torch, jax
+``nox`` alone runs lint, typing, minimal, plugin, interop and scale, then the suite on numpy, torch, jax
 and array-api-strict, and on cupy as well where a CUDA device exists.
 ``nox -s "tests(torch)"`` runs one session, ``nox -s "tests(torch)" -- -k softmax`` a part of it.
 """
@@ -20,7 +20,7 @@ nox.options.default_venv_backend = "virtualenv"
 # conversion and comparison; ``minimal`` checks that NumPy alone is enough.
 EXTRAS = {"numpy": "all", "torch": "torch", "jax": "jax", "array-api-strict": "strict"}
 SUITES = [f"tests({name})" for name in EXTRAS]
-nox.options.sessions = ["lint", "typing", "minimal", "plugin", "interop", *SUITES, "cupy_where_possible"]
+nox.options.sessions = ["lint", "typing", "minimal", "plugin", "interop", "scale", *SUITES, "cupy_where_possible"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 CONSTRAINTS = Path("constraints.txt").resolve()
 KIT = ["-p", "polyattn.testing.plugin", "--pyargs", "polyattn.testing.conformance"]
@@ -166,6 +166,13 @@ def interop(session: nox.Session) -> None:
     doctests = ("--doctest-modules", "--pyargs", "polyattn.interop.transformers")
     chosen = (*files, *doctests, *(session.posargs or ["-n", "2"]))
     session.run("pytest", *chosen, env=env)
+
+
+@nox.session
+def scale(session: nox.Session) -> None:
+    """Run the tests of polyattn.distributed: several processes, with each of its engines."""
+    install(session, "torch,jax,cli,plot,test")
+    session.run("pytest", *(session.posargs or ["tests/scale"]), env=UNSELECTED | {"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -117,8 +117,8 @@ def site(tmp_path, monkeypatch):
 
 
 def pytest_ignore_collect(collection_path, config):
-    # Others' suites need packages of their own: they run where they are named, as ``nox -s suites`` does.
-    if collection_path == HERE / "suites":
+    # These need packages or processes of their own: they run where they are named, as ``nox -s suites scale`` does.
+    if collection_path in (HERE / "suites", HERE / "scale"):
         return True
     chosen = config.getoption("--polyattn-backend") or "numpy"
     # CuPy's tests need no device: NumPy stands in for it. Those of the native kernels use NumPy, and torch beside it.

@@ -34,6 +34,8 @@ class BlockedKernel:
         """Support all but a dropout of 1, structures other than ALiBi, and a float64 bias of narrower inputs."""
         if problem.dropout == 1:
             return "a dropout of 1 is left to the generic kernel"
+        if problem.dropout and problem.rows is not None:
+            return "dropout of a part of a problem is left to the generic kernel, which knows the part's place"
         if isinstance(problem.mask, StructuredMask):
             return "a structured mask is left to the generic kernel, which skips its tiles"
         if isinstance(problem.bias, StructuredBias):

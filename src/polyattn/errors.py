@@ -12,6 +12,7 @@ a caller would expect, so ``except ValueError`` works::
     ├── ShapeError               (ValueError)           shapes that do not fit
     ├── DTypeError               (TypeError)            element types that do not fit
     ├── ArgumentError            (ValueError)           any other argument with an invalid value
+    ├── EngineError              (RuntimeError)         an engine of polyattn.distributed that is missing or was lost
     └── CheckpointError          (ValueError)           a file or a dict of parameters that does not fit, or is damaged
 """
 
@@ -23,6 +24,7 @@ __all__ = [
     "BackendUnavailableError",
     "CheckpointError",
     "DTypeError",
+    "EngineError",
     "KernelUnsupportedError",
     "PolyattnError",
     "ShapeError",
@@ -60,6 +62,10 @@ class DTypeError(PolyattnError, TypeError):
 
 class ArgumentError(PolyattnError, ValueError):
     """An argument with an invalid value: a dropout of 1.5, a negative window."""
+
+
+class EngineError(PolyattnError, RuntimeError):
+    """Processes that are missing, were lost or disagree in a call of :mod:`polyattn.distributed`."""
 
 
 class CheckpointError(PolyattnError, ValueError):

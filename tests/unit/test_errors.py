@@ -23,6 +23,7 @@ BUILT_IN = {
     "ShapeError": ValueError,
     "DTypeError": TypeError,
     "ArgumentError": ValueError,
+    "EngineError": RuntimeError,
     "CheckpointError": ValueError,
 }
 

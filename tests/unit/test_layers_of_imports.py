@@ -24,7 +24,7 @@ FLOORS = [
     ("training", "testing", "bench"),
     ("plot",),
     (FRONT,),
-    ("interop",),
+    ("interop", "distributed"),
     ("layers", "optim"),
     ("kv_cache",),
     ("functional",),

@@ -51,7 +51,7 @@ def test_no_module_bears_the_name_of_an_exported_function(name: str) -> None:
         "explain", "get_backend", "list_backends", "set_backend", "to_backend", "transfers", "use_backend",
         "KVCache", "Embedding", "FeedForward", "LayerNorm", "MultiHeadAttention", "Projection", "RMSNorm",
         "ScaledDotProductAttention", "PagedKVCache", "SlidingKVCache", "TransformerBlock",
-        "BackendMismatchError", "BackendUnavailableError", "CheckpointError", "DTypeError",
+        "BackendMismatchError", "BackendUnavailableError", "CheckpointError", "DTypeError", "EngineError",
         "KernelUnsupportedError", "PolyattnError", "ShapeError", "UnknownBackendError",
         "functional", "optim",
     ],

@@ -16,7 +16,8 @@ from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
 from ._records import Record, Structure, flatten
 from ._relative_positions import RelativePositionBias
 from ._structure import BothMasks, StructuredBias, StructuredMask
-from ._tiled import TiledKernel, allowed_in, loops, tile_lengths, unrounded
+from ._tiled import TiledKernel, allowed_in, loops, reach, tile_lengths, unrounded, with_statistics
+from ._units import is_moderate
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -45,13 +46,16 @@ __all__ = [
     "dtype_name",
     "expand",
     "flatten",
+    "is_moderate",
     "loops",
     "merge",
     "named",
+    "reach",
     "statistics_of_lse",
     "tile_lengths",
     "unbroadcast",
     "unrounded",
     "wide",
     "widen",
+    "with_statistics",
 ]

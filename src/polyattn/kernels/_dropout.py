@@ -32,15 +32,17 @@ def keep_mask(problem: Problem) -> Array:
     """Return True for each weight that dropout keeps, boolean ``(…, H, n_q, n_k)``."""
     xp, sizes, device = problem.xp, problem.sizes, problem.native_device
     rows, heads = math.prod(sizes.scores[:-1]), math.prod(sizes.scores[:-2])
-    head = xp.arange(heads, dtype=xp.int32, device=device)[:, None] * (problem.rows or sizes.n_q)
+    head = xp.arange(heads, dtype=xp.int32, device=device) if problem.numbers is None else problem.numbers
+    head = head[:, None] * (problem.rows or sizes.n_q)
     row = xp.add(head, _count(problem, sizes.n_q, problem.origin[0])[None, :])  # (batch·H, n_q)
     row = xp.reshape(row, (rows, 1))
     key = problem.origin[1]
+    before = key % 4 if isinstance(key, int) else problem.phase  # keys of the first block that are before the tile
     first = key // 4 if isinstance(key, int) else xp.bitwise_right_shift(key, xp.full_like(key, 2))
-    block = _count(problem, -(-sizes.n_k // 4), first)[None, :]  # (1, blocks)
+    block = _count(problem, -(-(before + sizes.n_k) // 4), first)[None, :]  # (1, blocks)
     words = threefry(xp, *_key(problem), *xp.broadcast_arrays(row, block))
     lanes = [half for word in words for half in (word & 0xFFFF, (word >> 16) & 0xFFFF)]
-    lane = xp.reshape(xp.stack(lanes, axis=-1), (rows, -1))[:, : sizes.n_k]  # (rows, n_k)
+    lane = xp.reshape(xp.stack(lanes, axis=-1), (rows, -1))[:, before : before + sizes.n_k]  # (rows, n_k)
     return xp.reshape(xp.greater_equal(lane, round(65536 * problem.dropout)), sizes.scores)
 
 

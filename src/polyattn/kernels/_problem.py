@@ -99,15 +99,22 @@ class Problem(Record):
     q_segments: Array | None = None
     k_segments: Array | None = None
     origin: tuple[int | Array, int | Array] = (0, 0)
-    """The first query and key of a tile in the whole problem. Keys start at a multiple of 4, for dropout."""
+    """The first query and key of a tile in the whole problem."""
+    phase: int = 0
+    """The first key modulo 4 where it is traced, for dropout."""
     rows: int | None = None
     """For a tile, the number of queries of the whole problem."""
+    numbers: Array | None = None
+    """For a part of the batch or of the heads, the numbers of its heads in the whole problem, for dropout.
+
+    int32 (batch·H,): batch entry · H + head of the whole problem.
+    """
     table: Array | None = None
     """The array of values of a structured bias. The gradient of the bias is then the gradient of this table."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = (
         "q_offset", "key_lengths", "seed", "mask", "bias", "sinks", "q_segments", "k_segments", "origin", "table",
-        "scale", "softcap",
+        "numbers", "scale", "softcap",
     )  # fmt: skip
 
     @property

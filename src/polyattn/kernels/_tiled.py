@@ -226,7 +226,7 @@ def loops(problem: Problem) -> Iterator[Loop]:
             kinds: dict[bool, list[Tile]] = {True: [], False: []}
             for i in queries:
                 for j in keys:
-                    some, all_ = _reach(problem, i, i + n_q - 1, j, j + n_k - 1)
+                    some, all_ = reach(problem, i, i + n_q - 1, j, j + n_k - 1)
                     if some:
                         kinds[all_].append(Tile(i, j))
             for whole, tiles in kinds.items():
@@ -242,7 +242,7 @@ def _spans(n: int, step: int) -> list[tuple[int, Sequence[int]]]:
     return [(step, range(0, full, step)), *([(n - full, (full,))] if full < n else [])]
 
 
-def _reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
+def reach(problem: Problem, i: int, i_last: int, j: int, j_last: int) -> tuple[bool, bool]:
     """Return whether a tile may have an allowed pair, and whether all its pairs are allowed, from static values.
 
     If causality, window or lengths depend on an array, the first may be True without an allowed pair, and the second
@@ -277,6 +277,7 @@ def _reach_of_positions(problem: Problem, i: int, i_last: int, j: int, j_last: i
 def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
     """Return the problem of one tile, with positions relative to the start of the tile."""
     i, j = tile
+    first_query, first_key = problem.origin
     part = replace(
         problem,
         sizes=problem.sizes._replace(n_q=loop.n_q, n_k=loop.n_k),
@@ -285,8 +286,9 @@ def part_of(problem: Problem, tile: Tile, loop: Loop) -> Problem:
         q_segments=_cut_unless_broadcast(problem, problem.q_segments, i, loop.n_q, -1),
         k_segments=_cut_unless_broadcast(problem, problem.k_segments, j, loop.n_k, -1),
         sinks=None,
-        origin=(i, j),
-        rows=problem.sizes.n_q,
+        origin=(shifted(problem, first_query, plus=i, minus=0), shifted(problem, first_key, plus=j, minus=0)),
+        phase=first_key % 4 if isinstance(first_key, int) else problem.phase,  # a tile starts at a multiple of 4
+        rows=problem.rows or problem.sizes.n_q,
         q_offset=shifted(problem, problem.q_offset, plus=i, minus=j),
         table=None if problem.table is None else widen(problem.xp, problem.table),  # its gradient is a sum over tiles
     )

@@ -1,0 +1,96 @@
+"""The shards of a tensor: cutting this rank's positions, and putting those of all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+from .._layout import Layout, lengths_of, pieces_of
+from ._transfer import Ranks
+
+__all__ = ["positions", "shard", "unshard"]
+
+Tensor = Any
+
+
+def positions(n: int, *, group: Any = None, layout: Layout = "contiguous", device: Any = None) -> Tensor:
+    """Return the positions that this rank has of n, as the ranks share them as evenly as possible.
+
+    Parameters
+    ----------
+    n : int
+        The length of the sequence.
+    group : ProcessGroup or DeviceMesh, optional
+        As in :func:`attention`.
+    layout : "contiguous" or "zigzag"
+        As in :func:`attention`.
+    device : optional
+        Of the result.
+
+    Returns
+    -------
+    Tensor
+        int64, in the order in which :func:`shard` has them; for rotary embeddings, for instance.
+    """
+    ranks = Ranks.of(group)
+    spans = pieces_of(lengths_of(n, ranks.size, layout), layout)[ranks.rank]
+    return torch.cat([torch.arange(span.start, span.start + span.length, device=device) for span in spans])
+
+
+def shard(x: Tensor, *, axis: int = -2, group: Any = None, layout: Layout = "contiguous") -> Tensor:
+    """Return this rank's positions of a tensor that every rank has.
+
+    Parameters
+    ----------
+    x : Tensor
+        The whole tensor.
+    axis : int
+        The sequence axis.
+    group, layout
+        As in :func:`attention`.
+
+    Returns
+    -------
+    Tensor
+        A copy, differentiable.
+    """
+    here = positions(x.shape[axis], group=group, layout=layout, device=x.device)
+    return x.index_select(axis, here)
+
+
+def unshard(x: Tensor, *, axis: int = -2, group: Any = None, layout: Layout = "contiguous") -> Tensor:
+    """Return the whole tensor on every rank, from the shards of all ranks: the reverse of :func:`shard`.
+
+    Parameters
+    ----------
+    x : Tensor
+        This rank's positions; the numbers may differ from rank to rank.
+    axis : int
+        The sequence axis.
+    group, layout
+        As in :func:`attention`.
+
+    Returns
+    -------
+    Tensor
+        In the order of positions, without a gradient.
+    """
+    ranks, x = Ranks.of(group), x.detach().movedim(axis, 0).contiguous()
+    with ranks.watched():
+        counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(ranks.size)]
+        distributed.all_gather(counts, torch.tensor([len(x)], device=x.device), group=ranks.group)
+        lengths = [int(count) for count in counts]
+        padded = x.new_zeros((max(lengths), *x.shape[1:]))
+        padded[: len(x)] = x
+        shards = [torch.empty_like(padded) for _ in lengths]
+        distributed.all_gather(shards, padded, group=ranks.group)
+    placed = []
+    for spans, part in zip(pieces_of(lengths, layout), shards, strict=True):
+        start = 0
+        for span in spans:
+            placed.append((span.start, part[start : start + span.length]))
+            start += span.length
+    whole = torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])])
+    return whole.movedim(0, axis)
