@@ -35,6 +35,7 @@ LIMIT = 2**38
 """Positions are at most this large, so that sums of a position, a length and a distance are exact."""
 WORTHWHILE = 4e6
 """Floating-point operations below which the library uses one thread anyhow."""
+ARRAYS = ("q", "k", "v", "out")
 STEEP = 1e15
 """Slopes of ALiBi from which the library's products could overflow."""
 
@@ -116,8 +117,8 @@ def _masks(mask: StructuredMask) -> Iterator[StructuredMask]:
 # ---- the structure --------------------------------------------------------------------------------------------------
 
 
-def _shared(q: Array, k: Array, v: Array, problem: Problem) -> Attention | None:
-    """Return the structure of a problem that has no other arrays than q, k and v, without their addresses.
+def _shared(arrays: tuple[Array, ...], problem: Problem) -> Attention | None:
+    """Return the structure of a problem that has no other arrays than q, k, v and out, without their addresses.
 
     It is shared by all calls with the same numbers and layout. None for other problems.
     """
@@ -127,10 +128,12 @@ def _shared(q: Array, k: Array, v: Array, problem: Problem) -> Attention | None:
         or not isinstance(problem.key_lengths, int | None)
     ):  # fmt: skip
         return None
+    q, k, v, out = arrays
     if isinstance(q, np.ndarray):
-        layout = (q.strides, k.strides, v.strides, q.shape, k.shape, v.shape, q.itemsize)
+        strides, size = (q.strides, k.strides, v.strides, out.strides), q.itemsize
     else:
-        layout = (q.stride(), k.stride(), v.stride(), q.shape, k.shape, v.shape, 1)
+        strides, size = (q.stride(), k.stride(), v.stride(), out.stride()), 1
+    layout = strides, (q.shape, k.shape, v.shape, out.shape), size
     return _numbers_only(
         problem.dtype, problem.sizes, layout, problem.scale, problem.softcap, problem.causal, problem.window,
         problem.q_offset, problem.key_lengths,
@@ -145,18 +148,19 @@ def _numbers_only(
     structure, kept = Attention(), kept_axes(sizes.batch)
     reach = (window[0], 0) if causal else window
     _fill_numbers(structure, CODES[dtype], sizes, scale, softcap, reach, q_offset, key_lengths)
-    for name, strides, shape in zip("qkv", layout[:3], layout[3:6], strict=True):
-        _fill_layout(getattr(structure, name), shape, tuple(step // layout[6] for step in strides), kept)
+    for name, strides, shape in zip(ARRAYS, *layout[:2], strict=True):
+        _fill_layout(getattr(structure, name), shape, tuple(step // layout[2] for step in strides), kept)
     return structure
 
 
-def arguments(q: Array, k: Array, v: Array, problem: Problem) -> Arguments:
+def arguments(q: Array, k: Array, v: Array, out: Array, problem: Problem) -> Arguments:
     """Return the structure with all but the addresses of q, k, v and the results; it must not be changed."""
-    shared = _shared(q, k, v, problem)
-    return _filled(q, k, v, problem) if shared is None else Arguments(shared, ())
+    arrays = (q, k, v, out)
+    shared = _shared(arrays, problem)
+    return _filled(arrays, problem) if shared is None else Arguments(shared, ())
 
 
-def _filled(q: Array, k: Array, v: Array, problem: Problem) -> Arguments:
+def _filled(arrays: tuple[Array, ...], problem: Problem) -> Arguments:
     structure, kept = Attention(), kept_axes(problem.sizes.batch)
     reach = problem.reach
     q_offset, lengths = problem.q_offset, problem.key_lengths
@@ -164,8 +168,9 @@ def _filled(q: Array, k: Array, v: Array, problem: Problem) -> Arguments:
         problem.scale, problem.softcap, reach, q_offset if isinstance(q_offset, int) else 0,
         lengths if isinstance(lengths, int) else None,
     )  # fmt: skip
+    q = arrays[0]
     _fill_numbers(structure, code_of(q), problem.sizes, *numbers)
-    for name, x in zip("qkv", (q, k, v), strict=True):
+    for name, x in zip(ARRAYS, arrays, strict=True):
         _fill_layout(getattr(structure, name), x.shape, strides_of(x), kept)
     held: list[Array] = []
     for name in ("q_offset", "key_lengths"):
@@ -192,7 +197,7 @@ def kept_axes(batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def point_to(structure: Attention, q: Array, k: Array, v: Array, out: Array, largest: Array, log_total: Array) -> None:
-    """Set the addresses of q, k, v and of the results, which are contiguous."""
+    """Set the addresses of q, k, v and of the results."""
     structure.q.data, structure.k.data, structure.v.data = address_of(q), address_of(k), address_of(v)
     structure.out.data = address_of(out)
     structure.largest, structure.log_total = address_of(largest), address_of(log_total)
@@ -210,7 +215,7 @@ def _fill_numbers(
     structure: Attention, dtype: int, sizes: Sizes, scale: float, softcap: float | None,
     reach: tuple[int | None, int | None], q_offset: int, key_lengths: int | None,
 ) -> None:  # fmt: skip
-    """Set all numbers of a problem; the results are contiguous."""
+    """Set all numbers of a problem; out is contiguous."""
     structure.dtype, structure.threads, structure.wide_dtype = dtype, 1, int(dtype == CODES["float64"])
     batch = [sizes.batch[axis] for axis in kept_axes(sizes.batch)]
     structure.batch[:] = [1] * (BATCH_AXES - len(batch)) + batch
@@ -228,7 +233,7 @@ def _fill_numbers(
 
 
 def _fill_layout(view: Any, shape: tuple[int, ...], strides: tuple[int, ...], kept: tuple[int, ...]) -> None:
-    """Set the strides of q, k or v."""
+    """Set the strides of q, k, v or out."""
     view.head, view.row, view.feature = strides[-3:]
     view.batch[:] = batch_strides(shape[:-3], strides[:-3], kept)
 

@@ -26,7 +26,7 @@ from polyattn.backend import (
 from ._arguments import Arguments, arguments, kept_axes, point_to, refusal, threads_of
 from ._library import library
 from ._structures import Attention, AttentionBackward
-from ._views import NAMES, address_of, empty, fill, readable, zeros
+from ._views import NAMES, address_of, empty, empty_as, fill, readable, zeros
 
 __all__ = ["NativeKernel"]
 
@@ -57,10 +57,10 @@ class NativeKernel:
         q_, k_, v_ = readable(q), readable(k), readable(v)
         rows, threads = problem.sizes.scores[:-1], threads_of(problem)
         wide = "float64" if problem.dtype == "float64" else "float32"
-        out = empty(q_, (*rows, problem.sizes.d_v))
+        out = empty_as(q_, (*rows, problem.sizes.d_v))
         statistics = RowStatistics(empty(q_, rows, wide), empty(q_, rows, wide))
         addresses = [address_of(x) for x in (q_, k_, v_, out, *statistics)]
-        given = arguments(q_, k_, v_, problem)  # holds the arrays to which the structure points
+        given = arguments(q_, k_, v_, out, problem)  # holds the arrays to which the structure points
         status = _forward_at()(given.structure, *addresses, threads)
         if status != OK:
             _expect_memory(status, threads)
@@ -85,17 +85,16 @@ def _backward(
 ) -> AttentionGrads | None:  # fmt: skip
     """Return the gradients, or None if the library is in doubt."""
     q_, k_, v_, dout_, out_ = (readable(x) for x in (q, k, v, dout, out))
-    given, kept = arguments(q_, k_, v_, problem), kept_axes(problem.sizes.batch)
+    given, kept = arguments(q_, k_, v_, out_, problem), kept_axes(problem.sizes.batch)
     call, wide = AttentionBackward(given.structure), NAMES[given.structure.wide_dtype]
     largest, log_total = (_rows(x, wide) for x in statistics)
     point_to(call.forward, q_, k_, v_, out_, largest, log_total)
-    fill(call.forward.out, out_, kept)
     call.forward.threads = threads_of(problem)
     fill(call.dout, dout_, kept)
     if dlse is not None:
         dlse_ = _rows(dlse, wide)
         fill(call.dlse, dlse_, kept, ("head", "row"))
-    whole = [empty(x, (*problem.sizes.batch, *x.shape[-3:])) for x in (q_, k_, v_)]
+    whole = [empty_as(x, (*problem.sizes.batch, *x.shape[-3:])) for x in (q_, k_, v_)]
     for name, dx in zip(("dq", "dk", "dv"), whole, strict=True):
         fill(getattr(call, name), dx, kept)
     dbias = _bias_gradient(call, given, q_, problem, kept, wide)

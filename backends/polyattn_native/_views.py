@@ -20,6 +20,7 @@ __all__ = [
     "batch_strides",
     "code_of",
     "empty",
+    "empty_as",
     "fill",
     "readable",
     "strides_of",
@@ -73,6 +74,22 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Arra
     if isinstance(like, np.ndarray):
         return np.empty(shape, like.dtype if dtype is None else DTYPES[dtype])
     return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=_torch_dtype(dtype))
+
+
+def empty_as(like: Array, shape: tuple[int, ...]) -> Array:
+    """Return an uninitialised array with the dtype of ``like`` and the order of its axes in memory.
+
+    So heads that are a view of the features of each token can be joined again without a copy.
+    """
+    if isinstance(like, np.ndarray):
+        kept = len(shape) == like.ndim and not like.flags.c_contiguous
+        return np.empty_like(like, shape=shape, subok=False) if kept else np.empty(shape, like.dtype)
+    if len(shape) != like.ndim or like.is_contiguous():
+        return like.new_empty(shape)
+    import torch
+
+    order = sorted(range(len(shape)), key=like.stride().__getitem__, reverse=True)
+    return torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
 
 
 def zeros(like: Array, shape: tuple[int, ...], dtype: str) -> Array:

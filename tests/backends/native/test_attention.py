@@ -156,6 +156,25 @@ def frozen(x: np.ndarray) -> np.ndarray:
     return copy
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("arguments", [{}, {"sinks": [0.5, 1.0, 2.0]}], ids=str)
+def test_results_have_the_order_of_axes_of_the_inputs(library: str, arguments: dict[str, Any]) -> None:
+    # Heads that are a view of the features can be joined again without a copy.
+    xp: Any = pytest.importorskip(library)
+    from_np, to_np = (np.asarray, np.asarray) if xp is np else (xp.from_numpy, xp.Tensor.numpy)
+    heads = [x.reshape(2, 5, 3, 4).swapaxes(1, 2) for x in normal(*[(2, 5, 12)] * 4)]
+    arguments = {name: xp.asarray(x) for name, x in arguments.items()}
+    results = []
+    for inputs in (heads, [x.copy() for x in heads]):
+        q, k, v, dout = map(from_np, inputs)
+        out, cache = pa.attention_forward(q, k, v, kernel="native", **arguments)
+        grads = pa.attention_backward(dout, cache)
+        results.append([to_np(x) for x in (out, grads.q, grads.k, grads.v)])
+    for x, want in zip(*results, strict=True):
+        assert x.swapaxes(1, 2).flags.c_contiguous
+        np.testing.assert_array_equal(x, want)
+
+
 class TestFewRows:
     """One query, or a few, on many keys: the keys are split among the threads."""
 
