@@ -13,10 +13,9 @@ from polyattn.backend import Array
 from ._threads import thread_count
 from ._views import address_of
 
-__all__ = ["CODES", "Layout", "address", "aligned", "is_matrix", "is_whole", "layout_of", "succeeded"]
+__all__ = ["CODES", "Layout", "address", "aligned", "is_matrix", "is_whole", "layout_of"]
 
 CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}  # enum DType of cpp/abi.h
-OK, NO_MEMORY = 0, 1  # enum Status
 ALONE = 2**15  # elements below which a second thread is never worth asking for
 
 
@@ -81,13 +80,6 @@ def aligned(x: Array | None) -> Array | None:
 def address(x: Array | None) -> int | None:
     """Return the address of the first element, or None without an array."""
     return None if x is None else address_of(x)
-
-
-def succeeded(status: int, size: int) -> bool:
-    """Return whether the results are valid; raise MemoryError if there was no memory for ``size`` elements."""
-    if status == NO_MEMORY:
-        raise MemoryError(f"no memory for the native operation on {size} elements")
-    return status == OK
 
 
 def is_whole(p: Array | None, x: Array, size: int) -> bool:

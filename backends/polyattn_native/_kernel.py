@@ -24,14 +24,13 @@ from polyattn.backend import (
 )
 
 from ._arguments import Arguments, arguments, kept_axes, point_to, refusal, threads_of
-from ._library import library
-from ._structures import Attention, AttentionBackward
+from ._library import library, succeeded
+from ._structures import Attention, AttentionBackward, Status
 from ._views import NAMES, address_of, empty, empty_as, fill, readable, zeros
 
 __all__ = ["NativeKernel"]
 
 TILED = TiledKernel()
-OK, NO_MEMORY = 0, 1
 
 
 class NativeKernel:
@@ -61,9 +60,7 @@ class NativeKernel:
         statistics = RowStatistics(empty(q_, rows, wide), empty(q_, rows, wide))
         addresses = [address_of(x) for x in (q_, k_, v_, out, *statistics)]
         given = arguments(q_, k_, v_, out, problem)  # holds the arrays to which the structure points
-        status = _forward_at()(given.structure, *addresses, threads)
-        if status != OK:
-            _expect_memory(status, threads)
+        if not succeeded(_forward_at()(given.structure, *addresses, threads)):
             return TILED.forward(q, k, v, problem)
         return out, statistics
 
@@ -100,9 +97,7 @@ def _backward(
     dbias = _bias_gradient(call, given, q_, problem, kept, wide)
     dsinks = None if problem.sinks is None else np.empty((*problem.sizes.batch, problem.sizes.heads))
     call.dsinks = None if dsinks is None else dsinks.ctypes.data
-    status = _backward_function()(ctypes.byref(call))
-    if status != OK:
-        _expect_memory(status, call.forward.threads)
+    if not succeeded(_backward_function()(ctypes.byref(call))):
         return None
     dq, dk, dv = (unbroadcast(problem.xp, dx, x.shape) for dx, x in zip(whole, (q, k, v), strict=True))
     return AttentionGrads(dq, dk, dv, _of_bias(dbias, problem), _of_sinks(dsinks, problem))
@@ -153,20 +148,17 @@ def _rows(x: Array, wide: str) -> Array:
     return x.to(getattr(torch, wide)).contiguous()
 
 
-def _expect_memory(status: int, threads: int) -> None:
-    if status == NO_MEMORY:
-        raise MemoryError(f"there is no memory for the buffers of attention on {threads} threads")
-
-
 @functools.cache
 def _forward_at() -> Callable[..., int]:
     functions: Any = library()
     function = functions.polyattn_attention_forward_at
-    function.argtypes = (ctypes.POINTER(Attention), *[ctypes.c_void_p] * 6, ctypes.c_int32)
+    function.restype, function.argtypes = Status, (ctypes.POINTER(Attention), *[ctypes.c_void_p] * 6, ctypes.c_int32)
     return function  # type: ignore[no-any-return]  # a function of the library is Any
 
 
 @functools.cache
 def _backward_function() -> Callable[[Any], int]:
     functions: Any = library()
-    return functions.polyattn_attention_backward  # type: ignore[no-any-return]  # as above
+    function = functions.polyattn_attention_backward
+    function.restype = Status
+    return function  # type: ignore[no-any-return]  # as above

@@ -23,12 +23,12 @@ from ._structures import STRUCTURES
 from ._targets import MANIFEST, REASON, SOURCES, TARGETS, Target, digest, host
 from ._threads import thread_count
 
-__all__ = ["Library", "library", "note", "status"]
+__all__ = ["Library", "library", "note", "status", "succeeded"]
 
 VARIABLE = "POLYATTN_NATIVE"
 FOLDER_VARIABLE = "POLYATTN_NATIVE_FOLDER"
 BUILD = "python -m polyattn_native._build"
-ABI_VERSION = 1
+ABI_VERSION = 2
 """``ABI_VERSION`` of cpp/abi.h."""
 MAGIC = int.from_bytes(b"polyattn", "little")
 
@@ -106,6 +106,13 @@ def status() -> Library | str:
         if text:
             raise BackendUnavailableError(f"{VARIABLE}={text}, but {reason}") from None
         return str(reason)
+
+
+def succeeded(status: int) -> bool:
+    """Return whether the results of a call are valid; raise MemoryError if there is no memory for its buffers."""
+    if status > 0:
+        raise MemoryError(f"there is no memory for a buffer of {status} bytes of the native library")
+    return status == 0
 
 
 def note(backend: str) -> str:

@@ -16,8 +16,9 @@ import numpy as np
 
 from polyattn.backend import Array
 
-from ._arrays import CODES, address, aligned, is_matrix, is_whole, layout_of, succeeded
-from ._library import library, status
+from ._arrays import CODES, address, aligned, is_matrix, is_whole, layout_of
+from ._library import library, status, succeeded
+from ._structures import AdamWStep, Status
 from ._threads import thread_count
 from ._views import strides_of
 
@@ -64,15 +65,6 @@ def _rows(x: Array, width: int) -> Array:
     return x.reshape(x.size // width if width else 0, width)
 
 
-class AdamWStep(ctypes.Structure):
-    """``struct AdamWStep`` of cpp/adamw.cpp."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_double)
-        for name in ("mean_decay", "square_decay", "factor", "inside", "outside", "decay", "least", "most")
-    )
-
-
 class Operations:
     """The operations, under the names that they have in ``Backend.operation``."""
 
@@ -105,6 +97,11 @@ class Operations:
         self._sum_rows.argtypes = [code, code, *sizes, *rows, pointer]
         self._adamw = functions.polyattn_adamw
         self._adamw.argtypes = [code, code, count, ctypes.POINTER(AdamWStep), pointer, pointer]
+        for function in (
+            self._activation, self._activation_backward, self._softmax, self._softmax_backward, self._norm,
+            self._norm_backward, self._matmul, self._sum_rows, self._adamw,
+        ):  # fmt: skip
+            function.restype = Status
 
     # ---- activations ---------------------------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ class Operations:
         done = self._activation(
             dtype, activation, threads, rows, n, address(x), steps[0], address(up), steps[-1], address(y)
         )
-        return y if succeeded(done, x.size) else None
+        return y if succeeded(done) else None
 
     def _activated_backward(self, activation: int, dy: Array, x: Array) -> Array | None:
         layout = layout_of(self._backend, 0, dy, x)
@@ -153,7 +150,7 @@ class Operations:
             dtype, activation, threads, rows, n, address(dy), steps[0], address(x), steps[1], NULL, 0, address(dx),
             NULL,
         )  # fmt: skip
-        return dx if succeeded(done, x.size) else None
+        return dx if succeeded(done) else None
 
     def _gated_backward(self, activation: int, dy: Array, gate: Array, up: Array) -> tuple[Array, Array] | None:
         layout = layout_of(self._backend, 0, dy, gate, up)
@@ -165,7 +162,7 @@ class Operations:
             dtype, activation, threads, rows, n, address(dy), steps[0], address(gate), steps[1], address(up),
             steps[2], address(dgate), address(dup),
         )  # fmt: skip
-        return (dgate, dup) if succeeded(done, gate.size) else None
+        return (dgate, dup) if succeeded(done) else None
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +185,7 @@ class Operations:
         dtype, rows, n, steps, threads = layout
         y = np.empty(x.shape, x.dtype)
         done = self._softmax(dtype, logarithm, threads, rows, n, address(x), steps[0], address(y))
-        return y if succeeded(done, x.size) else None
+        return y if succeeded(done) else None
 
     def _normalised_backward(self, logarithm: int, dy: Array, y: Array, axis: int) -> Array | None:
         layout = layout_of(self._backend, 1, dy, y) if axis in (-1, y.ndim - 1) else None
@@ -199,7 +196,7 @@ class Operations:
         done = self._softmax_backward(
             dtype, logarithm, threads, rows, n, address(dy), steps[0], address(y), steps[1], address(dx)
         )
-        return dx if succeeded(done, y.size) else None
+        return dx if succeeded(done) else None
 
     def layer_norm(
         self, x: Array, weight: Array | None, bias: Array | None, *, eps: float, axes: int
@@ -239,7 +236,7 @@ class Operations:
             dtype, centred, threads, rows, n, eps, address(x), step, address(weight), address(bias), address(y),
             NULL if xhat is y else address(xhat), address(root),
         )  # fmt: skip
-        return (y, xhat, root) if succeeded(done, x.size) else None
+        return (y, xhat, root) if succeeded(done) else None
 
     def _normed_backward(
         self, centred: int, dy: Array, x: Array, root: Array, weight: Array | None, bias: Array | None, axes: int
@@ -258,7 +255,7 @@ class Operations:
             dtype, centred, threads, rows, n, address(dy), steps[0], address(x), steps[1], address(root),
             address(weight), address(dx), address(dweight), address(dbias), address(parts),
         )  # fmt: skip
-        return (dx, dweight, dbias) if succeeded(done, x.size) else None
+        return (dx, dweight, dbias) if succeeded(done) else None
 
     # ---- linear maps ---------------------------------------------------------------------------------------------
 
@@ -291,7 +288,7 @@ class Operations:
             CODES[a.dtype], thread_count(self._backend), m, k, n, address(a), *strides_of(a), address(b),
             *strides_of(b), address(bias), address(y),
         )  # fmt: skip
-        return y if succeeded(done, y.size) else None
+        return y if succeeded(done) else None
 
     def _sum_of_rows(self, x: Array) -> Array | None:
         layout = layout_of(self._backend, 1, x)
@@ -301,7 +298,7 @@ class Operations:
         done = self._sum_rows(
             layout.dtype, layout.threads, layout.rows, layout.n, address(x), layout.steps[0], address(total)
         )
-        return total if succeeded(done, x.size) else None
+        return total if succeeded(done) else None
 
     # ---- AdamW ---------------------------------------------------------------------------------------------------
 
@@ -318,4 +315,4 @@ class Operations:
         inputs = (ctypes.c_void_p * 4)(*map(address, (theta, grad, mean, square)))
         outputs = (ctypes.c_void_p * 3)(*map(address, updated))
         done = self._adamw(layout.dtype, layout.threads, layout.n, step, inputs, outputs)
-        return updated if succeeded(done, theta.size) else None
+        return updated if succeeded(done) else None

@@ -1,14 +1,26 @@
-"""The structures of cpp/abi.h and cpp/attention.h for ctypes, with the same names and fields."""
+"""The structures of cpp/abi.h, cpp/attention.h and cpp/adamw.h for ctypes, with the same names and fields."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_int32, c_int64, c_uint32, c_void_p
 
-__all__ = ["BATCH_AXES", "STRUCTURES", "UNLIMITED", "Array", "Attention", "AttentionBackward", "Integers"]
+__all__ = [
+    "BATCH_AXES",
+    "STRUCTURES",
+    "UNLIMITED",
+    "AdamWStep",
+    "Array",
+    "Attention",
+    "AttentionBackward",
+    "Integers",
+    "Status",
+]
 
 BATCH_AXES = 4
 UNLIMITED = 2**40
+Status = c_int64
+"""The result of every function: 0, -1 if the results are not valid, or the bytes for which there is no memory."""
 Batch = c_int64 * BATCH_AXES
 
 
@@ -66,4 +78,13 @@ class AttentionBackward(ctypes.Structure):
     )
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (Attention, AttentionBackward)
+class AdamWStep(ctypes.Structure):
+    """The numbers of AdamW's update."""
+
+    _fields_ = tuple(
+        (name, c_double)
+        for name in ("mean_decay", "square_decay", "factor", "inside", "outside", "decay", "least", "most")
+    )
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Array, Integers, Attention, AttentionBackward, AdamWStep)

@@ -11,10 +11,12 @@
 #endif
 
 /// Raised whenever a structure or the meaning of a field changes.
-constexpr int32_t ABI_VERSION = 1;
+constexpr int32_t ABI_VERSION = 2;
 
-/// The result of every entry point. After DOUBT the results are not valid, and Python runs the generic kernel.
-enum Status : int32_t { OK = 0, NO_MEMORY = 1, DOUBT = 2 };
+/// The result of every entry point: OK, DOUBT, or the bytes of a buffer for which there is no memory. After DOUBT the
+/// results are not valid, and Python runs the generic kernel.
+typedef int64_t Status;
+constexpr Status OK = 0, DOUBT = -1;
 
 enum DType : int32_t { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
 

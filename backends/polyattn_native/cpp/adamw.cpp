@@ -6,15 +6,8 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#include "adamw.h"
 #include "pieces.h"
-
-/// The numbers of an update, the same for all elements; `AdamWStep` in _pointwise.py mirrors it.
-struct AdamWStep {
-    double mean_decay, square_decay;  // β₁ and β₂
-    double factor, inside, outside;   // lr · √(1 − β₂ᵗ) / (1 − β₁ᵗ), ε inside the root and outside, both bias-corrected
-    double decay;                     // lr · weight decay
-    double least, most;               // the squares of the magnitudes between which a square is exact to rounding
-};
 
 namespace {
 
@@ -69,7 +62,7 @@ Status update(int32_t threads, int64_t n, const AdamWStep *step, const void *con
 }  // namespace
 
 /// New parameter, mean and square (outputs) of n elements from parameter, gradient, mean and square (inputs).
-POLYATTN_EXPORT int32_t polyattn_adamw(int32_t dtype, int32_t threads, int64_t n, const AdamWStep *step,
+POLYATTN_EXPORT Status polyattn_adamw(int32_t dtype, int32_t threads, int64_t n, const AdamWStep *step,
                                        const void *const *inputs, void *const *outputs) {
     return (dtype == FLOAT64 ? update<double> : update<float>)(threads, n, step, inputs, outputs);
 }

@@ -162,9 +162,9 @@ template <class Element> Status backward(const AttentionBackward &call) {
     head_in<Element>(call, d.keys, &measure);
     int64_t heads = d.items * call.forward.heads;
     if (d.chunks > 1) {
-        int64_t count = d.chunks * heads * call.forward.n_q * context.wide_k();
-        context.partial = static_cast<T *>(aligned_memory(64, static_cast<size_t>(count) * sizeof(T)));
-        if (!context.partial) return NO_MEMORY;
+        size_t size = sizeof(T) * static_cast<size_t>(d.chunks * heads * call.forward.n_q * context.wide_k());
+        context.partial = static_cast<T *>(aligned_memory(64, size));
+        if (!context.partial) return static_cast<Status>(size);
     }
     Status status = parallel_for(d.tasks(), d.threads, measure.used, run_task<Element>, &context);
     if (status == OK && context.partial && !context.doubt)
@@ -177,7 +177,7 @@ template <class Element> Status backward(const AttentionBackward &call) {
 }  // namespace gradients
 
 /// The gradients of attention. See attention.h for the arguments.
-POLYATTN_EXPORT int32_t polyattn_attention_backward(const AttentionBackward *call) {
+POLYATTN_EXPORT Status polyattn_attention_backward(const AttentionBackward *call) {
     switch (call->forward.dtype) {
         case FLOAT32: return gradients::backward<float>(*call);
         case FLOAT64: return gradients::backward<double>(*call);

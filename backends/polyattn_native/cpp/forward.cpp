@@ -104,15 +104,13 @@ template <class Element> Status run(const Attention &a) {
     if (call.splits > 1) {
         size_t size = sizeof(T) * heads * call.rows * call.splits * (call.padded + LANES<T>);
         call.partial = static_cast<T *>(aligned_memory(64, size));
-        if (!call.partial) return NO_MEMORY;
+        if (!call.partial) return static_cast<Status>(size);
     }
     Chunk<Element> measured;
     size_t workspace = lay_out(&measured, call, nullptr).used;
     Status status = parallel_for(tasks * call.splits, threads, workspace, run_chunk<Element>, &call);
-    if (status == OK && call.splits > 1) {
-        parallel_for(heads * call.rows, 1, 0, merge_row<Element>, &call);
-        free_memory(call.partial);
-    }
+    if (status == OK && call.splits > 1) parallel_for(heads * call.rows, 1, 0, merge_row<Element>, &call);
+    if (call.partial) free_memory(call.partial);
     return status == OK && call.in_doubt() ? DOUBT : status;
 }
 
@@ -120,7 +118,7 @@ template <class Element> Status run(const Attention &a) {
 }  // namespace forward
 
 /// Compute out, largest and log_total.
-POLYATTN_EXPORT int32_t polyattn_attention_forward(const Attention *a) {
+POLYATTN_EXPORT Status polyattn_attention_forward(const Attention *a) {
     switch (a->dtype) {
     case FLOAT64:
         return forward::run<double>(*a);
@@ -134,7 +132,7 @@ POLYATTN_EXPORT int32_t polyattn_attention_forward(const Attention *a) {
 }
 
 /// The same with other arrays of the same layout: many calls differ in nothing else.
-POLYATTN_EXPORT int32_t polyattn_attention_forward_at(const Attention *a, void *q, void *k, void *v, void *out,
+POLYATTN_EXPORT Status polyattn_attention_forward_at(const Attention *a, void *q, void *k, void *v, void *out,
                                                       void *largest, void *log_total, int32_t threads) {
     Attention here = *a;
     here.q.data = q, here.k.data = k, here.v.data = v, here.out.data = out;

@@ -1,4 +1,5 @@
 // What the library says of itself, for the check in _library.py before any other call.
+#include "adamw.h"
 #include "attention.h"
 
 #ifndef POLYATTN_INSTRUCTION_SET
@@ -22,8 +23,11 @@ struct Abi {
 };
 
 constexpr AbiSize SIZES[] = {
+    {"Array", sizeof(Array)},
+    {"Integers", sizeof(Integers)},
     {"Attention", sizeof(Attention)},
     {"AttentionBackward", sizeof(AttentionBackward)},
+    {"AdamWStep", sizeof(AdamWStep)},
 };
 
 constexpr uint64_t MAGIC = 0x6e747461796c6f70;  // "polyattn", little endian

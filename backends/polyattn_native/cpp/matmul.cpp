@@ -211,7 +211,7 @@ template <class T> Status sum(int32_t threads, int64_t rows, int64_t n, const vo
 }  // namespace
 
 /// y (m, n), contiguous, = a (m, k) b (k, n) + bias (n), which may be null; a and b have any strides, in elements.
-POLYATTN_EXPORT int32_t polyattn_matmul(int32_t dtype, int32_t threads, int64_t m, int64_t k, int64_t n, const void *a,
+POLYATTN_EXPORT Status polyattn_matmul(int32_t dtype, int32_t threads, int64_t m, int64_t k, int64_t n, const void *a,
                                         int64_t a_row, int64_t a_column, const void *b, int64_t b_row,
                                         int64_t b_column, const void *bias, void *y) {
     return (dtype == FLOAT64 ? product<double> : product<float>)(threads, m, k, n, a, a_row, a_column, b, b_row, b_column,
@@ -219,7 +219,7 @@ POLYATTN_EXPORT int32_t polyattn_matmul(int32_t dtype, int32_t threads, int64_t 
 }
 
 /// total (n) = the sum of the rows of x (rows, n), at least one.
-POLYATTN_EXPORT int32_t polyattn_sum_rows(int32_t dtype, int32_t threads, int64_t rows, int64_t n, const void *x,
+POLYATTN_EXPORT Status polyattn_sum_rows(int32_t dtype, int32_t threads, int64_t rows, int64_t n, const void *x,
                                           int64_t x_row, void *total) {
     return (dtype == FLOAT64 ? sum<double> : sum<float>)(threads, rows, n, x, x_row, total);
 }

@@ -209,7 +209,7 @@ Status backward(int32_t centred, int32_t threads, int64_t rows, int64_t n, const
 }  // namespace
 
 /// y, xhat (rows, n) and root (rows), contiguous, of x with rows at a distance of x_row elements.
-POLYATTN_EXPORT int32_t polyattn_norm(int32_t dtype, int32_t centred, int32_t threads, int64_t rows, int64_t n,
+POLYATTN_EXPORT Status polyattn_norm(int32_t dtype, int32_t centred, int32_t threads, int64_t rows, int64_t n,
                                       double eps, const void *x, int64_t x_row, const void *weight, const void *bias,
                                       void *y, void *xhat, void *root) {
     return (dtype == FLOAT64 ? forward<double> : forward<float>)(centred, threads, rows, n, eps, x, x_row, weight, bias,
@@ -223,7 +223,7 @@ POLYATTN_EXPORT int64_t polyattn_norm_parts(int64_t rows, int64_t n) {
 }
 
 /// dx (rows, n), dweight and dbias (n), null if not wanted; x is x̂ for layer norm. The sums do not depend on threads.
-POLYATTN_EXPORT int32_t polyattn_norm_backward(int32_t dtype, int32_t centred, int32_t threads, int64_t rows, int64_t n,
+POLYATTN_EXPORT Status polyattn_norm_backward(int32_t dtype, int32_t centred, int32_t threads, int64_t rows, int64_t n,
                                                const void *dy, int64_t dy_row, const void *x, int64_t x_row,
                                                const void *root, const void *weight, void *dx, void *dweight,
                                                void *dbias, void *parts) {

@@ -184,13 +184,13 @@ Status backward(int32_t activation, int32_t threads, int64_t rows, int64_t n, co
 }  // namespace
 
 /// y (rows, n), contiguous, = f(x), or f(x) · up if up is not null. x and up have rows at a distance, in elements.
-POLYATTN_EXPORT int32_t polyattn_activation(int32_t dtype, int32_t activation, int32_t threads, int64_t rows, int64_t n,
+POLYATTN_EXPORT Status polyattn_activation(int32_t dtype, int32_t activation, int32_t threads, int64_t rows, int64_t n,
                                             const void *x, int64_t x_row, const void *up, int64_t up_row, void *y) {
     return (dtype == FLOAT64 ? forward<double> : forward<float>)(activation, threads, rows, n, x, x_row, up, up_row, y);
 }
 
 /// dx (rows, n) = dy · f′(x), or dx = dy · up · f′(x) and dup = dy · f(x) if up is not null.
-POLYATTN_EXPORT int32_t polyattn_activation_backward(int32_t dtype, int32_t activation, int32_t threads, int64_t rows,
+POLYATTN_EXPORT Status polyattn_activation_backward(int32_t dtype, int32_t activation, int32_t threads, int64_t rows,
                                                      int64_t n, const void *dy, int64_t dy_row, const void *x,
                                                      int64_t x_row, const void *up, int64_t up_row, void *dx,
                                                      void *dup) {

@@ -108,13 +108,13 @@ Status backward(int32_t logarithm, int32_t threads, int64_t rows, int64_t n, con
 }  // namespace
 
 /// y (rows, n), contiguous, = softmax(x) along the rows, or its logarithm.
-POLYATTN_EXPORT int32_t polyattn_softmax(int32_t dtype, int32_t logarithm, int32_t threads, int64_t rows, int64_t n,
+POLYATTN_EXPORT Status polyattn_softmax(int32_t dtype, int32_t logarithm, int32_t threads, int64_t rows, int64_t n,
                                          const void *x, int64_t x_row, void *y) {
     return (dtype == FLOAT64 ? forward<double> : forward<float>)(logarithm, threads, rows, n, x, x_row, y);
 }
 
 /// dx (rows, n), contiguous, from dy and the forward's result.
-POLYATTN_EXPORT int32_t polyattn_softmax_backward(int32_t dtype, int32_t logarithm, int32_t threads, int64_t rows,
+POLYATTN_EXPORT Status polyattn_softmax_backward(int32_t dtype, int32_t logarithm, int32_t threads, int64_t rows,
                                                   int64_t n, const void *dy, int64_t dy_row, const void *y,
                                                   int64_t y_row, void *dx) {
     return (dtype == FLOAT64 ? backward<double> : backward<float>)(logarithm, threads, rows, n, dy, dy_row, y, y_row,

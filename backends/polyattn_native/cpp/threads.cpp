@@ -175,7 +175,7 @@ void run_with(int others, void *memory) {
 Status parallel_for(int64_t tasks, int threads, size_t workspace, TaskBody body, const void *context) {
     if (tasks <= 0) return OK;
     void *memory = workspace ? take_workspace(workspace) : nullptr;
-    if (workspace && !memory) return NO_MEMORY;
+    if (workspace && !memory) return static_cast<Status>(workspace);
     Loop loop = {tasks, body, context, workspace, 0};
     int others = static_cast<int>(tasks < threads ? tasks : threads) - 1;
     if (others > MOST_WORKERS) others = MOST_WORKERS;

@@ -6,7 +6,7 @@
 /// The body of a loop: task is in [0, tasks), workspace is memory of the thread, aligned to 64 bytes.
 typedef void (*TaskBody)(const void *context, int64_t task, void *workspace);
 
-/// Run body for each task on at most `threads` threads, the calling one included; return OK or NO_MEMORY.
+/// Run body for each task on at most `threads` threads, the calling one included; return OK or the bytes for which there is no memory.
 ///
 /// Every thread has `workspace` bytes of its own, which its tasks find as the last one left them. Before its first task
 /// the first 64 bytes are zero, the others are not initialised. Which thread runs which task is not determined: a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -260,10 +261,29 @@ class TestThreads:
     def test_after_fork(self, program: Any, number: str) -> None:
         program("fork_after_native", number)
 
-    def test_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_kernel, "_forward_at", lambda: lambda *arguments: _kernel.NO_MEMORY)
-        with pytest.raises(MemoryError, match="buffers of attention"):
-            pa.attention(*normal((2, 3), (2, 3), (2, 3)))
+    @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+    def test_no_memory(self, program: Any) -> None:
+        program("native_without_memory", POLYATTN_NUM_THREADS="1")
+
+
+class TestLargeSizes:
+    """Elements and positions beyond 2**31."""
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="zeros that nothing has written take memory there")
+    def test_elements(self) -> None:
+        q, last = normal((1, 1, 64), (1, 6, 64), dtype="float16")
+        k = np.zeros((1, 2**25 + 8, 64), dtype="float16")
+        k[:, -6:] = last
+        out = pa.attention(q, k, k, causal=True, window=(5, 0), kernel="native")
+        assert_close(out, pa.attention(q, last, last), "float16")
+
+    def test_positions(self) -> None:
+        q, row = normal((1, 2, 8), (1, 1, 8))
+        k = np.broadcast_to(row, (1, 2**31 + 5, 8))
+        out, cache = pa.attention_forward(q, k, k, causal=True, window=(5, 0), bias=pa.alibi_bias(1), kernel="native")
+        want, small = pa.attention_forward(q, k[:, :7], k[:, :7], causal=True, window=(5, 0), bias=pa.alibi_bias(1))
+        assert_close(out, want)
+        assert_close(cache.lse, small.lse)
 
 
 class TestSupport:

@@ -175,10 +175,12 @@ def test_a_library_of_another_version(
     assert "of the interface, and this package needs 99" in str(status(POLYATTN_NATIVE_FOLDER=str(built)))
 
 
+@pytest.mark.parametrize("structure", _library.STRUCTURES)
 def test_a_library_with_other_structures(
-    status: Callable[..., _library.Library | str], built: Path, monkeypatch: pytest.MonkeyPatch
+    structure: type, status: Callable[..., _library.Library | str], built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_library, "STRUCTURES", _library.STRUCTURES[1:])
+    others = tuple(other for other in _library.STRUCTURES if other is not structure)
+    monkeypatch.setattr(_library, "STRUCTURES", others)
     assert "argument structures" in str(status(POLYATTN_NATIVE_FOLDER=str(built)))
 
 

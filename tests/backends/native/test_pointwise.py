@@ -357,8 +357,3 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_library_the_formula_is_computed() -> None:
     assert operation("gelu", np.ones(3), approximate="none") is None
     np.testing.assert_allclose(F.gelu(np.ones(3)), 0.8413447460685429)
-
-
-def test_no_memory_is_an_error() -> None:
-    with pytest.raises(MemoryError, match="4096 elements"):
-        _arrays.succeeded(_arrays.NO_MEMORY, 4096)
