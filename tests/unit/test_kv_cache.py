@@ -184,3 +184,16 @@ def test_a_cache_made_by_default_refuses_other_libraries(other):
     out = cache.append(x, x).attention(x)
     assert backend.owns(out)
     assert cache.place.backend.name == "numpy"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kernel", [None, "plain"])
+def test_scores_beyond_the_range_of_pages(kernel, sign):
+    """All scores are beyond float32: the pages' results cannot be represented, but the merged one can."""
+    q, k, v = (RNG.uniform(0.5, 1.5, (1, 2, n, 8)).astype(np.float32) for n in (1, 40, 40))
+    best = np.argmax(sign * q @ np.swapaxes(k, -1, -2), axis=-1)[..., None]  # (1, 2, 1, 1)
+    q, k = q * np.float32(sign * 1e19), k * np.float32(1e20)
+    wins, same = np.take_along_axis(v, best, axis=2), np.mean(v, axis=2, keepdims=True)
+    for keys, expected in ((k, wins), (np.full_like(k, 1e20), same)):
+        cache = pa.PagedKVCache.create(1, 2, pages=12, page_size=4, head_dim=8).append(keys, v)
+        assert_close(cache.attention(q, kernel=kernel), expected, "float32")

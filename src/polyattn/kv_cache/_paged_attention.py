@@ -26,7 +26,6 @@ from ..kernels._tiled import tiled_gradients, tiled_rows, tiled_sums, with_stati
 from ..kernels._units import (
     Units,
     divided,
-    fits,
     gradient_unit,
     is_moderate,
     multiplied,
@@ -168,18 +167,17 @@ def _read(reading: Reading) -> tuple[Array, RowStatistics]:
     """Return out (B, H, n_q, d_v) and the row statistics (B, H, n_q)."""
     backend, x, problem = reading.backend, reading.arrays, reading.whole
     xp, d_v = problem.xp, problem.sizes.d_v
-    q, k, v = (widen(xp, x[name]) for name in ("q", "k", "v"))
 
-    def ordinary() -> tuple[Array, RowStatistics]:
-        def of_pages(group: Group) -> Sums:
-            kernel = reading.kernel_for(group.problem)
-            out, statistics = with_statistics(kernel, group.q, group.k, group.v, group.problem)
-            return sums_of(xp, widen(xp, out), statistics)
+    def of_pages_by_a_kernel(group: Group) -> Sums:
+        kernel = reading.kernel_for(group.problem)
+        out, statistics = with_statistics(kernel, group.q, group.k, group.v, group.problem)
+        return sums_of(xp, widen(xp, out), statistics)
 
-        out, statistics = finished(xp, over_groups(reading, of_pages, d_v, None))
-        return cast(xp, out, x["q"].dtype), statistics
+    sums, statistics = finished(xp, over_groups(reading, of_pages_by_a_kernel, d_v, None))
+    out = cast(xp, sums, x["q"].dtype)
 
     def careful() -> tuple[Array, RowStatistics]:
+        q, k, v = (widen(xp, x[name]) for name in ("q", "k", "v"))
         units, unit = row_units(q, k, problem), value_unit(v, problem)
         few = reading.few
 
@@ -190,7 +188,9 @@ def _read(reading: Reading) -> tuple[Array, RowStatistics]:
         out, statistics = finished(xp, over_groups(few, of_pages, d_v, units), units)
         return cast(xp, multiplied(out, unit), x["q"].dtype), statistics
 
-    return backend.cond(fits(q, k, v, problem), ordinary, careful)
+    # A kernel's results are right if they can be represented. To check them needs no pass over the pages.
+    right = xp.logical_and(xp.all(xp.isfinite(sums)), xp.all(xp.isfinite(statistics.largest)))
+    return backend.cond(right, lambda: (out, statistics), careful)
 
 
 def over_groups(reading: Reading, of_pages: Callable[[Group], Sums], features: int, units: Units | None) -> Sums:
@@ -231,6 +231,8 @@ def joined(backend: Backend, group: Group, pages: Sums, batch: int, units: Units
         above = multiplied(above, Units(*(x[:, None, ...] for x in units)))
     scales = xp.where(counts, xp.exp(above), xp.zeros_like(above))  # (B, G, H, n_q, 1)
     totals = xp.sum(xp.where(counts, scales * total, xp.zeros_like(scales)), axis=1)
+    below = xp.logical_and(xp.any(counts, axis=1), xp.equal(top, -math.inf))  # all scores below the range
+    totals = xp.where(below, xp.full_like(totals, math.nan), totals)
     # The product excludes pages of other entries: their values, NaN included, must not affect an entry.
     product = matmul_excluding(
         backend, xp.permute_dims(scales[..., 0], (2, 3, 0, 1)), xp.permute_dims(pages.out, (1, 2, 0, 3)), mine
