@@ -1,0 +1,9 @@
+"""Attention on Dask arrays, whose chunks may be on many machines and larger than memory together."""
+
+from __future__ import annotations
+
+from ._arrays import chunked, computed, keep
+from ._attention import attention, attention_backward, attention_forward
+from ._kernel import GRAPH
+
+__all__ = ["GRAPH", "attention", "attention_backward", "attention_forward", "chunked", "computed", "keep"]
