@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "polyattn"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "__init__.py").exists())
+ENGINES = {"polyattn_dask": ["polyattn.distributed.dask"]}  # its library is an engine
 NATIVE = "polyattn_native"  # no plugin: the kernels on the CPU that several backends share
 
 # From the top; what stands on one line stands on one floor. Imports run down or stay within their own unit.
@@ -47,6 +48,8 @@ FRAMEWORKS = [
     "jax",
     "cupy",
     "array_api_strict",
+    "dask",
+    "distributed",
     "onnx",
     "onnxruntime",
     "transformers",
@@ -98,7 +101,7 @@ def test_the_core_imports_nothing_from_backends() -> None:
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_backend_imports_only_the_contract_and_the_native_kernels(plugin: str) -> None:
-    own = {plugin, NATIVE, "polyattn.backend"}
+    own = {plugin, NATIVE, "polyattn.backend", *ENGINES.get(plugin, ())}
     faults = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path, package in sources(ROOT / "backends" / plugin)

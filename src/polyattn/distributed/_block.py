@@ -79,9 +79,10 @@ def joined(problem: Problem, a: Rows | None, b: Rows) -> Rows:
 
 
 def backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics, block: Problem
-) -> AttentionGrads:
-    """Return the gradients of a block; ``out`` and ``statistics`` are those of the whole rows.
+    dout: Array, q: Array, k: Array, v: Array, out: Array, statistics: RowStatistics, block: Problem,
+    dlse: Array | None = None,
+) -> AttentionGrads:  # fmt: skip
+    """Return the gradients of a block; ``out``, ``statistics`` and ``dlse`` are those of the whole rows.
 
     Where scores are large, the kernel of a backward computes the row statistics again, and of the block's keys only.
     The gradient then goes through the merge, with c the share of the block in each row: out = Σ c · own_out over the
@@ -90,7 +91,7 @@ def backward(
     xp, kernel = block.xp, kernel_for(block, None)
 
     def of_whole_rows() -> AttentionGrads:
-        return kernel.backward(dout, None, q, k, v, out, statistics, block)
+        return kernel.backward(dout, dlse, q, k, v, out, statistics, block)
 
     def through_merge() -> AttentionGrads:
         own_out, own = with_statistics(kernel, q, k, v, block)
@@ -98,8 +99,9 @@ def backward(
         own_mean, mean = (row_sum(xp, wide_dout, widen(xp, x)) for x in (own_out, out))
         empty, zero = xp.equal(own.log_total, -math.inf), xp.zeros_like(share)
         own_dout = xp.where(empty[..., None], xp.zeros_like(wide_dout), share[..., None] * wide_dout)
-        dlse = xp.where(empty, zero, share * (own_mean - mean))
-        return kernel.backward(cast(xp, own_dout, dout.dtype), dlse, q, k, v, own_out, own, block)
+        shift = own_mean - mean if dlse is None else own_mean - mean + cast(xp, dlse, mean.dtype)
+        own_dlse = xp.where(empty, zero, share * shift)
+        return kernel.backward(cast(xp, own_dout, dout.dtype), own_dlse, q, k, v, own_out, own, block)
 
     wide_q, wide_k, wide_v, wide_dout = (widen(xp, x) for x in (q, k, v, dout))
     a_little_stricter = replace(block, scale=block.scale * 1.0625)  # than the kernels, which round differently
@@ -107,10 +109,14 @@ def backward(
     return block.backend.cond(moderate, of_whole_rows, through_merge)  # type: ignore[no-any-return]  # a backend is Any here
 
 
-def sinks_gradient(dout: Array, out: Array, statistics: RowStatistics, problem: Problem) -> Array | None:
+def sinks_gradient(
+    dout: Array, out: Array, statistics: RowStatistics, problem: Problem, dlse: Array | None = None
+) -> Array | None:
     """Return the gradient of the sinks over some whole rows, (H,)."""
     if problem.sinks is None:
         return None
     xp = problem.xp
-    weighted = sink_weights(*statistics, problem) * -row_sum(xp, widen(xp, dout), widen(xp, out))  # (…, H, n_q)
+    shift = -row_sum(xp, widen(xp, dout), widen(xp, out))
+    shift = shift if dlse is None else shift + cast(xp, dlse, shift.dtype)
+    weighted = sink_weights(*statistics, problem) * shift  # (…, H, n_q)
     return cast(xp, xp.sum(weighted, axis=(*range(weighted.ndim - 2), -1)), problem.sinks.dtype)

@@ -81,21 +81,17 @@ def forward_arrays(call: Call) -> tuple[Array, RowStatistics]:
         for j, part in call.parts(row).items():
             keys.append((part_name, *row, j))
             tasks[keys[-1]] = Task(keys[-1], _tasks.forward_part, part, **call.refs(INPUTS, row, j))
-        top = (rows_name, *row)
-        sinks = call.refs(("sinks",), row, 0)
-        if keys:
-            few = reduced(tasks, keys, f"attention-merge-{token}", _tasks.merged)
-            tasks[top] = Task(top, _tasks.finished_rows, few, call.problem.dtype, **sinks)
-        else:
-            part = part_of(call.problem, call.grid.cell(row, 0))
-            tasks[top] = Task(top, _tasks.empty_rows, part, **call.refs(("q",), row, 0), **sinks)
+        top, any_part = (rows_name, *row), part_of(call.problem, call.grid.cell(row, 0))
+        few = reduced(tasks, keys, f"attention-merge-{token}", _tasks.merged, any_part)
+        more = call.refs(("sinks",) if keys else ("q", "sinks"), row, 0)
+        tasks[top] = Task(top, _tasks.finished, few, any_part, call.problem.dtype, **more)
     sizes, q = call.problem.sizes, call.arrays["q"]
     layer = graph_of(rows_name, tasks, call.arrays.values())
     chunks = (*call.grid.batch, call.grid.heads, call.grid.queries)
     rows = Results(layer, rows_name, chunks, q._meta)
     wide = np.float64 if call.problem.dtype == "float64" else np.float32
     out = rows.array("out", token, q.dtype, (sizes.d_v,))
-    return out, RowStatistics(*(rows.array(name, token, wide) for name in RowStatistics._fields))
+    return out, RowStatistics(*(rows.array(f"statistics.{name}", token, wide) for name in RowStatistics._fields))
 
 
 # ---- backward ------------------------------------------------------------------------------------------------------
@@ -111,10 +107,10 @@ def backward_arrays(call: Call) -> dict[str, Array]:
     tasks: Tasks = {}
     for row in call.grid.rows():
         parts = call.parts(row)
-        joined = len(parts) > 1 or "sinks" in names
+        whole = len(parts) == 1 and "sinks" not in names
         for j, part in parts.items():
             pair = (f"attention-gradients-{token}", *row, j)
-            tasks[pair] = Task(pair, _tasks.gradients, part, joined, **call.refs((*INPUTS, *GIVEN), row, j))
+            tasks[pair] = Task(pair, _tasks.gradients, part, whole, **call.refs((*INPUTS, *GIVEN), row, j))
             for name in names:
                 if name != "sinks":
                     field = "bias" if name == "table" else name
@@ -123,7 +119,8 @@ def backward_arrays(call: Call) -> dict[str, Array]:
                     sums[name][call.grid.block(name, call.arrays[name].shape, row, j)].append(one)
         if "sinks" in names:
             one = (f"attention-dsinks-part-{token}", *row)
-            tasks[one] = Task(one, _tasks.sinks_gradient, **call.refs(("sinks", *GIVEN), row, 0))
+            any_part = part_of(call.problem, call.grid.cell(row, 0))
+            tasks[one] = Task(one, _tasks.sinks_gradient, any_part, **call.refs(("sinks", *GIVEN), row, 0))
             sums["sinks"][(row[-2],)].append(one)
     tops = {name: sums_of(tasks, f"attention-d{name}-{token}", call.arrays[name], sums[name]) for name in names}
     graph = graph_of(f"attention-gradients-{token}", tasks, call.arrays.values())
@@ -157,7 +154,7 @@ def gradient_array(graph: HighLevelGraph, below: str, x: Array, tops: Tasks) -> 
 # ---- trees and arrays ----------------------------------------------------------------------------------------------
 
 
-def reduced(tasks: Tasks, keys: Sequence[Key], name: str, function: Callable[..., Any]) -> List:
+def reduced(tasks: Tasks, keys: Sequence[Key], name: str, function: Callable[..., Any], *more: Any) -> List:
     """Add a tree of tasks over ``keys``, and return at most ``split_every`` of them, as dask.array's reductions do."""
     every = dask.config.get("split_every", 4)
     level = 0
@@ -166,7 +163,7 @@ def reduced(tasks: Tasks, keys: Sequence[Key], name: str, function: Callable[...
         for start in range(0, len(keys), every):
             group = keys[start : start + every]
             above.append((name, level, *group[0]))
-            tasks[above[-1]] = Task(above[-1], function, List(*map(TaskRef, group)))
+            tasks[above[-1]] = Task(above[-1], function, List(*map(TaskRef, group)), *more)
         keys, level = above, level + 1
     return List(*map(TaskRef, keys))
 
@@ -186,7 +183,7 @@ class Results(NamedTuple):
 
     def array(self, field: str, token: str, dtype: Any, *features: tuple[int, ...]) -> Array:
         """Return the array of a field; ``features`` are the chunks of its axes after those of the rows."""
-        name = f"attention-{field.replace('_', '-')}-{token}"
+        name = f"attention-{field.rpartition('.')[2].replace('_', '-')}-{token}"
         keys = {index: (name, *index, *(0 for _ in features)) for index in np.ndindex(*map(len, self.chunks))}
         tasks = {key: Task(key, _field, TaskRef((self.name, *index)), field) for index, key in keys.items()}
         graph = HighLevelGraph({**self.graph.layers, name: tasks}, {**self.graph.dependencies, name: {self.name}})
