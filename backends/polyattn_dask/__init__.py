@@ -100,11 +100,37 @@ class DaskBackend(Backend):
         result: Result = chosen(predicate, if_true(), if_false())
         return result
 
+    def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
+        """Compute linear maps of arrays with leading axes in their chunks: a reshape to matrices would change these."""
+        x: Any = arrays[0]
+        if name not in ("linear", "linear_backward") or x.ndim < 3 or x.dtype.itemsize < 4:
+            return None
+        return linear(*arrays) if name == "linear" else linear_backward(*arrays, **options)
+
     def synchronize(self, *arrays: Array) -> None:
         """Compute the arrays together, and keep their chunks where they were computed."""
         from polyattn.distributed.dask import keep
 
         keep(arrays)
+
+
+def linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    """Return x W + b."""
+    import dask.array as da
+
+    y = da.tensordot(x, weight, axes=1)
+    return y if bias is None else y + bias
+
+
+def linear_backward(
+    dy: Array, x: Array, weight: Array, bias: Array | None, *, inputs: bool
+) -> tuple[Array | None, Array, Array | None]:
+    """Return the gradients of x, or None without ``inputs``, of the weight and of the bias."""
+    import dask.array as da
+
+    lead = tuple(range(dy.ndim - 1))
+    dx = da.tensordot(dy, weight.T, axes=1) if inputs else None
+    return dx, da.tensordot(x, dy, axes=(lead, lead)), None if bias is None else dy.sum(axis=lead)
 
 
 def chosen(predicate: Array, one: Any, other: Any) -> Any:

@@ -1,5 +1,5 @@
 """Exact attention over several processes or machines, on the engine that already runs there: one module an engine.
 
-``polyattn.distributed.torch`` uses torch.distributed, ``polyattn.distributed.jax`` JAX's meshes. Scheduling, transport
-and collectives are the engine's. Importing this package imports no engine.
+``polyattn.distributed.dask`` uses Dask, ``polyattn.distributed.torch`` torch.distributed, ``polyattn.distributed.jax``
+JAX's meshes. Scheduling, transport and collectives are the engine's. Importing this package imports no engine.
 """

@@ -24,7 +24,7 @@ from ..kernels import (
     wide,
 )
 from ._arguments import checked_call, make_problem
-from ._dispatch import Operation, expect_cache, finish, run, run_backward, to_compute_device, upstream
+from ._dispatch import Operation, expect_cache, finish, run, run_backward, to_compute_device, upstream, wait
 
 __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forward"]
 
@@ -204,6 +204,7 @@ def attention_forward(
     with placed.place.backend.scope():
         out, saved = forward(placed.place.backend, **placed.arrays, **arguments.options)
         statistics = row_statistics_of(saved)
+    wait((saved, statistics), placed.place, placed.home)  # all together, before any is moved
     statistics = RowStatistics(*[placed.to_input_device(x, "row_statistics") for x in statistics])
     return finish("attention", placed, out, saved, statistics)
 
