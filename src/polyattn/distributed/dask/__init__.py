@@ -5,5 +5,9 @@ from __future__ import annotations
 from ._arrays import chunked, computed, keep
 from ._attention import attention, attention_backward, attention_forward
 from ._kernel import GRAPH
+from ._training import Gradients, mean_gradients
 
-__all__ = ["GRAPH", "attention", "attention_backward", "attention_forward", "chunked", "computed", "keep"]
+__all__ = [
+    "GRAPH", "Gradients", "attention", "attention_backward", "attention_forward", "chunked", "computed", "keep",
+    "mean_gradients",
+]  # fmt: skip

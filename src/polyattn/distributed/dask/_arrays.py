@@ -14,7 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 
-from ...errors import BackendUnavailableError
+from ...errors import EngineError
 from ...kernels import Array
 
 __all__ = ["chunked", "computed", "keep"]
@@ -55,18 +55,24 @@ def scheduler() -> Iterator[None]:
 
     Raises
     ------
-    BackendUnavailableError
+    EngineError
         If the client has lost its scheduler.
     """
     client = current_client()
-    if client is not None and client.status != "running":
-        raise BackendUnavailableError(
-            f"the scheduler of the current distributed.Client is gone (the client is {client.status}); close the "
-            "client to compute in this process, or connect a new one"
-        )
+    if client is not None:
+        expect_running(client)
     own = client is None and not any(dask.config.get(setting, None) for setting in ("scheduler", "pool"))
     with dask.config.set(pool=threads()) if own else nullcontext(), np.errstate(all="ignore"):
         yield
+
+
+def expect_running(client: Any) -> None:
+    """Require that a client has its scheduler."""
+    if client.status != "running":
+        raise EngineError(
+            f"the scheduler of the current distributed.Client is gone (the client is {client.status}); close the "
+            "client to compute in this process, or connect a new one"
+        )
 
 
 def current_client() -> Any:
