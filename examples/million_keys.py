@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> float:
         dask.config.set(settings),
         LocalCluster(
             n_workers=options.workers, threads_per_worker=1, memory_limit=options.memory_limit,
-            dashboard_address=None, local_directory=folder,
+            dashboard_address=":0", local_directory=folder,
         ) as cluster,
         Client(cluster) as client,
     ):  # fmt: skip
