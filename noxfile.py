@@ -171,7 +171,7 @@ def interop(session: nox.Session) -> None:
 @nox.session
 def scale(session: nox.Session) -> None:
     """Run the tests of polyattn.distributed: several processes, with each of its engines."""
-    install(session, "torch,jax,cli,plot,test")
+    install(session, "torch,jax,dask,cli,plot,test")
     session.run("pytest", *(session.posargs or ["tests/scale"]), env=UNSELECTED | {"OMP_NUM_THREADS": "1"})
 
 
