@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from torch import distributed
 
 from polyattn.backend import Array
 from polyattn_native import operations
@@ -24,7 +26,10 @@ def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
     function = operations("torch").get(name)
     if function is None or not all(x is None or _plain(x) for x in arrays) or opaque(*arrays):
         return None
-    results = function(*(None if x is None else x.detach().numpy() for x in arrays), **options)
+    # A tensor that numpy() viewed cannot be resized any more, which is how FSDP frees parameters.
+    shared = distributed.is_available() and distributed.is_initialized()
+    view = np.from_dlpack if shared else torch.Tensor.numpy
+    results = function(*(None if x is None else view(x.detach()) for x in arrays), **options)
     if isinstance(results, tuple):
         return tuple(None if x is None else torch.from_numpy(x) for x in results)
     return None if results is None else torch.from_numpy(results)

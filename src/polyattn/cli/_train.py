@@ -39,7 +39,10 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 200,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Train attention to find the row with the largest first feature and copy it to every position."""
+    """Train attention to find the row with the largest first feature and copy it to every position.
+
+    Under torchrun the processes share each batch: torchrun --nproc-per-node 2 -m polyattn train.
+    """
     # The options that the user passed, even with default values: a resumed run keeps its other settings.
     named = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") not in DEFAULTS]
     try:
@@ -52,7 +55,8 @@ def train(
         raise UsageError(str(error)) from error
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from None
-    typer.echo(json.dumps(result) if json_output else _summary(result))
+    if result is not None:
+        typer.echo(json.dumps(result) if json_output else _summary(result))
 
 
 DEFAULTS = ("", "DEFAULT", "DEFAULT_MAP")

@@ -16,7 +16,7 @@ from ..checkpoint import LEFTOVERS, read_tensors, write_bytes, write_tensors
 from ..errors import CheckpointError
 from ._config import OptionError, resolve
 
-__all__ = ["Folder", "Saved", "new_folder"]
+__all__ = ["Elsewhere", "Folder", "Saved", "new_folder"]
 
 KIND = {"format": "polyattn-train", "version": "1"}
 OPTIMISER = "optim."
@@ -108,6 +108,24 @@ class Folder:
     def _lines(self) -> list[dict[str, Any]]:
         texts = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         return [line for text in texts if (line := _parsed(text)) is not None]
+
+
+class Elsewhere(Folder):
+    """The folder of a run for a process that does not write: another one does."""
+
+    def begin(self, overwrite: bool) -> None:
+        """Create nothing."""
+
+    def save(
+        self, step: int, config: dict[str, Any], backend: str, params: Mapping[str, Array], state: Mapping[str, Array]
+    ) -> None:
+        """Write nothing."""
+
+    def clean(self, until: int) -> None:
+        """Delete nothing."""
+
+    def log(self, lines: Sequence[Mapping[str, float]]) -> None:
+        """Write nothing."""
 
 
 def new_folder(backend: str) -> Path:

@@ -16,11 +16,15 @@ from ..conversion import to_backend
 from ..errors import CheckpointError
 from ..layers import MultiHeadAttention
 from ._config import Config
+from ._processes import Gradients, Processes
+from ._samples import Pairs
 
 __all__ = ["Arrays", "Model", "inverse_sqrt"]
 
 Arrays = dict[str, Array]
 Step = Callable[[Arrays, Arrays, Array, Array], tuple[Arrays, Arrays, Array]]
+Slope = Callable[[Arrays, Array, Array], Gradients]
+Update = Callable[[Arrays, Arrays, dict[str, Array]], tuple[Arrays, Arrays]]
 
 CLIP = 1.0
 
@@ -28,7 +32,7 @@ CLIP = 1.0
 class Model:
     """Multi-head attention with the settings of a run, on a backend and a device."""
 
-    def __init__(self, config: Config, backend: str, device: str | None) -> None:
+    def __init__(self, config: Config, backend: str, device: str | None, processes: Processes | None = None) -> None:
         self.config, self.backend = config, registry.ready(backend)
         self._layer = MultiHeadAttention(
             config.width, config.heads, seed=config.seed, dtype=config.dtype, backend=backend, device=device
@@ -36,7 +40,27 @@ class Model:
         self.device = self._layer.device
         self.schedule = inverse_sqrt(config.learning_rate)
         self._optimiser = optim.AdamW(self.schedule, weight_decay=config.weight_decay)
-        self.step = self.backend.jit(_make_step(self._layer, self._optimiser))
+        self._processes = Processes() if processes is None else processes
+        self._gradients, self._update = _gradients(self._layer), _update(self._optimiser)
+        self._together = self.backend.jit(_together(self._gradients, self._update))
+        self._gradients, self._update = self.backend.jit(self._gradients), self.backend.jit(self._update)
+
+    def share(self, pairs: Pairs) -> tuple[Array, Array, float]:
+        """Return this process's samples of a batch on the backend, and their part of it."""
+        (x, y), part = self._processes.share(pairs)
+        return self.native(x), self.native(y), part
+
+    def step(
+        self, params: Arrays, state: Arrays, x: Array, y: Array, part: float = 1.0
+    ) -> tuple[Arrays, Arrays, Array]:  # fmt: skip
+        """Return the parameters and the optimiser state after a step, and the loss before it.
+
+        ``x`` and ``y`` are this process's part of the batch.
+        """
+        if self._processes.size == 1:
+            return self._together(params, state, x, y)  # type: ignore[no-any-return]  # jit's result
+        found = self._processes.mean(self._gradients(params, x, y), part, self.native)
+        return *self._update(params, state, found.grads), found.loss
 
     def start(self) -> tuple[Arrays, Arrays]:
         """Return the initial parameters and optimiser state."""
@@ -104,18 +128,36 @@ class inverse_sqrt:
         return xp.minimum(now, 1.0 / xp.sqrt(now)) * self.peak
 
 
-def _make_step(layer: Any, optimiser: optim.AdamW) -> Step:
-    """Return ``params, state, loss = step(params, state, x, y)`` for a layer's architecture."""
+def _gradients(layer: Any) -> Slope:
+    """Return ``loss, grads = gradients(params, x, y)`` for a layer's architecture."""
 
-    def step(params: Arrays, state: Arrays, x: Array, y: Array) -> tuple[Arrays, Arrays, Array]:
+    def gradients(params: Arrays, x: Array, y: Array) -> Gradients:
         model = layer.with_parameters(params)
         prediction, cache = model.forward(x)
         loss, loss_cache = functional.mse_loss_forward(prediction, y)
         dloss = array_namespace(loss).ones_like(loss)
         dprediction = functional.mse_loss_backward(dloss, loss_cache).prediction
         _, grads = model.backward(dprediction, cache, inputs=False)
+        return Gradients(loss, grads)
+
+    return gradients
+
+
+def _update(optimiser: optim.AdamW) -> Update:
+    """Return ``params, state = update(params, state, grads)``."""
+
+    def update(params: Arrays, state: Arrays, grads: dict[str, Array]) -> tuple[Arrays, Arrays]:
         grads, _ = optim.clip_by_global_norm(grads, CLIP)
-        params, state = optimiser.update(grads, state, params)
-        return params, state, loss
+        return optimiser.update(grads, state, params)
+
+    return update
+
+
+def _together(gradients: Slope, update: Update) -> Step:
+    """Return ``params, state, loss = step(params, state, x, y)``, which one compiler sees as a whole."""
+
+    def step(params: Arrays, state: Arrays, x: Array, y: Array) -> tuple[Arrays, Arrays, Array]:
+        loss, grads = gradients(params, x, y)
+        return *update(params, state, grads), loss
 
     return step

@@ -15,10 +15,10 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """The progress of one run from step ``start`` to ``total``."""
+    """The progress of one run from step ``start`` to ``total``; nothing is printed unless ``shown``."""
 
-    def __init__(self, start: int, total: int, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    def __init__(self, start: int, total: int, console: Console | None = None, shown: bool = True) -> None:
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True, quiet=not shown)
         self._start, self._total = start, total
         texts = ("loss {task.fields[loss]}", "{task.fields[speed]} steps/s", "ETA")
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), *map(TextColumn, texts))

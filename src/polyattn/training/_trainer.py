@@ -17,10 +17,11 @@ from ..backend import Array
 from ..errors import CheckpointError, PolyattnError
 from ..selection import Selection, get_backend, selected, use_backend
 from ._config import Config, OptionError, resolve
-from ._folder import Folder, Saved, new_folder
+from ._folder import Elsewhere, Folder, Saved, new_folder
 from ._measure import measure, positions
 from ._model import Arrays, Model
 from ._pictures import draw_pictures
+from ._processes import processes
 from ._progress import Reporter
 from ._samples import Epochs, PointerCopy, digest, expect_range, load_npz
 
@@ -44,8 +45,11 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     checkpoint_every: int = 200,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Train multi-head attention on the pointer-copy task or on the user's samples; return the result as plain data.
+
+    The processes that torchrun starts share each batch; the first one writes the files and returns the result, the
+    others return None.
 
     ``given`` has the settings of :class:`Config` that the user passed. By default a run computes on the selected
     backend, else on that of the resumed run, else on NumPy, and writes to a new folder below ``runs``.
@@ -63,13 +67,16 @@ def train(
     saved = Folder(Path(output)).load() if resume and output is not None else None
     where = _select(backend, device, saved)
     config, data = _settings(given, saved, output)
-    with use_backend(where.backend, where.device), _memory_errors():
-        model = Model(config, where.backend, where.device)
+    with use_backend(where.backend, where.device), processes() as team, _memory_errors():
+        team.expect_samples(config.batch)
+        model = Model(config, where.backend, where.device, team)
         params, state = model.start()
         if saved is not None:
             params = model.fitted("parameters", saved.params, params)
             state = model.fitted("optimiser state", saved.state, state)
-        folder = Folder(new_folder(where.backend) if output is None else Path(output))
+        folder: Folder = Elsewhere(Path())
+        if team.first:
+            folder = Folder(new_folder(where.backend) if output is None else Path(output))
         if saved is None:
             folder.begin(overwrite)
             folder.save(0, config.to_dict(), where.backend, params, state)
@@ -78,10 +85,14 @@ def train(
         # Threads do not speed up small products, and on a busy machine they wait for each other: torch did 15 steps
         # a second instead of 200.
         small = config.batch * config.sequence * config.width**2 < SMALL
-        with threadpool_limits(1) if small else nullcontext(), Reporter(start, config.steps) as reporter:
-            reporter.say("; ".join([f"{where.backend} on {model.device}", *model.backend.notes(model.device)]))
+        with (
+            threadpool_limits(1) if small else nullcontext(),
+            Reporter(start, config.steps, shown=team.first) as reporter,
+        ):
+            count = [f"{team.size} processes"] if team.size > 1 else []
+            reporter.say("; ".join([f"{where.backend} on {model.device}", *count, *model.backend.notes(model.device)]))
             run = _Run(model, data, folder, reporter, checkpoint_every, start)
-            return run.result(params, state)
+            return run.result(params, state, team.first)
 
 
 @dataclass
@@ -96,8 +107,8 @@ class _Run:
     saved: int
     """The step of the last checkpoint."""
 
-    def result(self, params: Arrays, state: Arrays) -> dict[str, Any]:
-        """Train, evaluate, draw, and return the result."""
+    def result(self, params: Arrays, state: Arrays, first: bool) -> dict[str, Any] | None:
+        """Train; on the first process evaluate, draw, and return the result."""
         model, config, start = self.model, self.model.config, self.saved
         if 0 < start == config.steps:
             self.reporter.say(f"the run is at step {start} already, nothing to train; give more --steps to go on")
@@ -105,6 +116,8 @@ class _Run:
         try:
             params = self._steps(params, state, start, config.steps)
             seconds = time.perf_counter() - began
+            if not first:
+                return None
             measured = measure(lambda x: model.predict(params, x), self.data.evaluation())
             self._draw(params, measured["baseline_loss"] or 0.0)
         except KeyboardInterrupt:
@@ -127,8 +140,8 @@ class _Run:
         pending: list[Array] = []
         fetched = time.perf_counter()
         for done in range(start + 1, stop + 1):
-            x, y = map(self.model.native, self.data.batch(done - 1))
-            params, state, loss = self.model.step(params, state, x, y)
+            x, y, part = self.model.share(self.data.batch(done - 1))
+            params, state, loss = self.model.step(params, state, x, y, part)
             pending.append(loss)
             due = done % self.every == 0 or done == stop
             if due or len(pending) == MOST_STEPS or time.perf_counter() - fetched > MOST_SECONDS:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import distributed
 
 from ...backend import Place, dtype_name
 from ...conversion import to_backend
@@ -110,6 +111,8 @@ def _running(
     def run(*tensors: Tensor) -> tuple[Tensor, Pull]:
         inputs, parameters = tensors[:count], tensors[count + len(floating) :]
         arguments = dict(zip(floating, tensors[count : count + len(floating)], strict=True))
+        if distributed.is_available() and distributed.is_initialized():
+            parameters = tuple(x.clone() for x in parameters)  # FSDP frees their memory before the backward
         there = {name: to_backend(x, layer.backend, layer.device) for name, x in zip(names, parameters, strict=True)}
         bound: Any = layer.with_arrays(there, dtype=dtype, place=layer.place)
         y, cache = bound.forward(*inputs, **arguments, **keywords)
