@@ -56,6 +56,14 @@ def test_log_softmax(axis):
     agree(ref.log_softmax_gradient(DY, X, axis), lambda x: np.sum(ref.log_softmax(x, axis) * DY), X)
 
 
+def test_scores_that_share_one_huge_value():
+    """The weights of a row sum to one, though the row's log-sum-exp has no digit left for the sum."""
+    ones = np.ones((1, 3, 2))
+    answer = ref.attention(ones[:, :1], ones, ones, bias=np.full(3, -1e308), sinks=[-1e308])
+    np.testing.assert_allclose(answer.weights, np.full((1, 1, 3), 0.25))
+    np.testing.assert_allclose(answer.out, np.full((1, 1, 2), 0.75))
+
+
 def test_embedding():
     indices = np.array([[0, 1, 0], [0, 0, 1]])
     table = RNG.standard_normal((3, 4))

@@ -122,9 +122,11 @@ class _Setting:
         if keys.size == 0 and np.isneginf(logits).all():  # no key, and no sink; a sink of −inf counts as none
             return _Row(keys, raw, scores, 0.0, -math.inf)
         peak = np.max(logits)
-        lse = peak + math.log(np.sum(np.exp(logits - peak)))
-        sink_weight = 0.0 if self.sinks is None else math.exp(logits[-1] - lse)
-        return _Row(keys, raw, np.exp(scores - lse), sink_weight, lse)
+        # Not exp(scores − lse): where all scores share one huge value, lse has no digit left for the sum.
+        shares = np.exp(logits - peak)
+        total = np.sum(shares)
+        sink_weight = 0.0 if self.sinks is None else float(shares[-1] / total)
+        return _Row(keys, raw, shares[: keys.size] / total, sink_weight, peak + math.log(total))
 
 
 @np.errstate(all="ignore")
