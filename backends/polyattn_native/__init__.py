@@ -6,8 +6,9 @@ computes as it would without this package.
 
 from __future__ import annotations
 
+from ._arrays import BFLOAT16
 from ._kernel import NativeKernel
 from ._library import Library, library, note, status
 from ._pointwise import operation, operations
 
-__all__ = ["Library", "NativeKernel", "library", "note", "operation", "operations", "status"]
+__all__ = ["BFLOAT16", "Library", "NativeKernel", "library", "note", "operation", "operations", "status"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,23 @@ from polyattn.backend import Array
 from ._threads import thread_count
 from ._views import address_of
 
-__all__ = ["CODES", "Layout", "address", "aligned", "is_matrix", "is_whole", "layout_of"]
+__all__ = [
+    "BFLOAT16",
+    "CODES",
+    "Layout",
+    "address",
+    "aligned",
+    "is_matrix",
+    "is_whole",
+    "is_wide",
+    "layout_of",
+    "wide",
+]
 
-CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}  # enum DType of cpp/abi.h
+BFLOAT16 = np.dtype(np.int16)
+"""The dtype of the bits of bfloat16 numbers, which NumPy has not."""
+CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1, np.dtype(np.float16): 2, BFLOAT16: 3}
+"""``enum DType`` of cpp/abi.h."""
 ALONE = 2**15  # elements below which a second thread is never worth asking for
 
 
@@ -28,6 +42,11 @@ class Layout(NamedTuple):
     steps: tuple[int, ...]
     """For each array, the distance between the first elements of neighbouring rows, in elements."""
     threads: int
+
+
+def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of sums and statistics: float32 for elements of 16 bits."""
+    return dtype if dtype.itemsize > 2 else np.dtype(np.float32)
 
 
 def layout_of(backend: str, axes: int, *arrays: Array) -> Layout | None:
@@ -82,15 +101,20 @@ def address(x: Array | None) -> int | None:
     return None if x is None else address_of(x)
 
 
-def is_whole(p: Array | None, x: Array, size: int) -> bool:
-    """Return whether an array has that size, the dtype of x, and no gaps, or is absent."""
+def is_whole(p: Array | None, dtype: np.dtype[Any], size: int) -> bool:
+    """Return whether an array has that size and dtype, and no gaps, or is absent."""
     if p is None:
         return True
     flags = p.flags
-    return type(p) is np.ndarray and p.size == size and p.dtype == x.dtype and flags.c_contiguous and flags.aligned
+    return type(p) is np.ndarray and p.size == size and p.dtype == dtype and flags.c_contiguous and flags.aligned
 
 
 def is_matrix(x: Array, like: Array) -> bool:
-    """Return whether an array is a matrix of the dtype of another one, which the library can read."""
-    readable = type(x) is np.ndarray and x.ndim == 2 and x.flags.aligned and x.dtype == like.dtype and x.dtype in CODES
+    """Return whether an array is a matrix of float32 or float64 as another one, which the library can read."""
+    readable = type(x) is np.ndarray and x.ndim == 2 and x.flags.aligned and x.dtype == like.dtype and is_wide(x)
     return readable and not any(step % x.itemsize for step in x.strides)
+
+
+def is_wide(x: Array) -> bool:
+    """Return whether an array is of float32 or float64."""
+    return x.dtype in CODES and x.itemsize > 2

@@ -16,7 +16,7 @@ import numpy as np
 
 from polyattn.backend import Array
 
-from ._arrays import CODES, address, aligned, is_matrix, is_whole, layout_of
+from ._arrays import CODES, address, aligned, is_matrix, is_whole, is_wide, layout_of, wide
 from ._library import library, status, succeeded
 from ._structures import AdamWStep, Status
 from ._threads import thread_count
@@ -45,7 +45,7 @@ def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
 def operations(backend: str) -> Mapping[str, Callable[..., Any]]:
     """Return the operations of the library by name, with the number of threads of a backend; none without a library.
 
-    All of them take and return NumPy arrays.
+    All of them take and return NumPy arrays; those of bfloat16 are its bits, of dtype ``BFLOAT16``.
     """
     functions = library()
     if isinstance(functions, str):
@@ -221,17 +221,18 @@ class Operations:
     def _normed(
         self, centred: int, x: Array, weight: Array | None, bias: Array | None, eps: float, axes: int
     ) -> tuple[Array, Array, Array] | None:
-        """Return y, x̂ and the root; for RMS norm, x̂ is y. Without weight and bias they are one array."""
+        """Return y, x̂ and the root; x̂ is y for RMS norm, and without weight and bias if it has the dtype of y."""
         layout = layout_of(self._backend, axes, x)
         if layout is None:
             return None
         dtype, rows, n, (step,), threads = layout
-        if not (is_whole(weight, x, n) and is_whole(bias, x, n)):
+        if not (is_whole(weight, x.dtype, n) and is_whole(bias, x.dtype, n)):
             return None
+        of_sums = wide(x.dtype)
         y = xhat = np.empty(x.shape, x.dtype)
-        root = np.empty((*x.shape[: x.ndim - axes], *(1,) * axes), x.dtype)
-        if centred and not (weight is None and bias is None):
-            xhat = np.empty(x.shape, x.dtype)
+        root = np.empty((*x.shape[: x.ndim - axes], *(1,) * axes), of_sums)
+        if centred and not (weight is None and bias is None and x.dtype == of_sums):
+            xhat = np.empty(x.shape, of_sums)
         done = self._norm(
             dtype, centred, threads, rows, n, eps, address(x), step, address(weight), address(bias), address(y),
             NULL if xhat is y else address(xhat), address(root),
@@ -241,19 +242,21 @@ class Operations:
     def _normed_backward(
         self, centred: int, dy: Array, x: Array, root: Array, weight: Array | None, bias: Array | None, axes: int
     ) -> tuple[Array, Array | None, Array | None] | None:
-        layout = layout_of(self._backend, axes, dy, x)
-        if layout is None:
+        of_sums, given = wide(dy.dtype), dy.dtype
+        apart = bool(centred) and given != of_sums  # x̂ is wider than dy
+        layout = layout_of(self._backend, axes, *((dy,) if apart else (dy, x)))
+        if layout is None or (apart and not is_whole(x, of_sums, dy.size)):
             return None
         dtype, rows, n, steps, threads = layout
-        if not (is_whole(weight, x, n) and is_whole(bias, x, n) and is_whole(root, x, rows)):
+        if not (is_whole(weight, given, n) and is_whole(bias, given, n) and is_whole(root, of_sums, rows)):
             return None
-        dx = np.empty(x.shape, x.dtype)
+        dx = np.empty(dy.shape, given)
         dweight, dbias = (None if p is None else np.empty(p.shape, p.dtype) for p in (weight, bias))
         wanted = (dweight is not None) + (dbias is not None)
-        parts = np.empty(wanted * self._norm_parts(rows, n), x.dtype) if wanted else None
+        parts = np.empty(wanted * self._norm_parts(rows, n), of_sums) if wanted else None
         done = self._norm_backward(
-            dtype, centred, threads, rows, n, address(dy), steps[0], address(x), steps[1], address(root),
-            address(weight), address(dx), address(dweight), address(dbias), address(parts),
+            dtype, centred, threads, rows, n, address(dy), steps[0], address(x), n if apart else steps[1],
+            address(root), address(weight), address(dx), address(dweight), address(dbias), address(parts),
         )  # fmt: skip
         return (dx, dweight, dbias) if succeeded(done) else None
 
@@ -281,7 +284,7 @@ class Operations:
         (m, k), n = a.shape, b.shape[1]
         if not self._multiplies or m < ROWS or min(k, n) < COLUMNS:
             return None
-        if not (is_matrix(a, a) and is_matrix(b, a) and b.shape[0] == k and is_whole(bias, a, n)):
+        if not (is_matrix(a, a) and is_matrix(b, a) and b.shape[0] == k and is_whole(bias, a.dtype, n)):
             return None
         y = np.empty((m, n), a.dtype)
         done = self._matmul(
@@ -307,7 +310,7 @@ class Operations:
         squares: tuple[float, float],
     ) -> tuple[Array, Array, Array] | None:  # fmt: skip
         """Return the new parameter and moments; ``numbers`` are factor, inside, outside and decay."""
-        layout = layout_of(self._backend, 0, theta, grad, mean, square)
+        layout = layout_of(self._backend, 0, theta, grad, mean, square) if is_wide(theta) else None
         step = AdamWStep(*betas, *map(float, numbers), *squares)
         if layout is None or layout.rows != 1 or not (step.inside == 0 or squares[0] <= step.inside <= squares[1]):
             return None

@@ -9,13 +9,13 @@ import torch
 from torch import distributed
 
 from polyattn.backend import Array
-from polyattn_native import operations
+from polyattn_native import BFLOAT16, operations
 
 from ._fused import opaque
 
 __all__ = ["operation"]
 
-DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
@@ -26,15 +26,29 @@ def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
     function = operations("torch").get(name)
     if function is None or not all(x is None or _plain(x) for x in arrays) or opaque(*arrays):
         return None
-    # A tensor that numpy() viewed cannot be resized any more, which is how FSDP frees parameters.
-    shared = distributed.is_available() and distributed.is_initialized()
-    view = np.from_dlpack if shared else torch.Tensor.numpy
-    results = function(*(None if x is None else view(x.detach()) for x in arrays), **options)
-    if isinstance(results, tuple):
-        return tuple(None if x is None else torch.from_numpy(x) for x in results)
-    return None if results is None else torch.from_numpy(results)
+    results = function(*map(_memory, arrays), **options)
+    return tuple(map(_tensor, results)) if isinstance(results, tuple) else _tensor(results)
 
 
 def _plain(x: torch.Tensor) -> bool:
     """Return whether a tensor is memory of the CPU that NumPy can view."""
     return x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_neg()
+
+
+def _memory(x: torch.Tensor | None) -> Any:
+    """Return the memory of a tensor as an array, the bits of bfloat16 numbers as integers."""
+    if x is None:
+        return None
+    x = x.detach()
+    x = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+    # A tensor that numpy() viewed cannot be resized any more, which is how FSDP frees parameters.
+    shared = distributed.is_available() and distributed.is_initialized()
+    return np.from_dlpack(x) if shared else x.numpy()
+
+
+def _tensor(x: Any) -> torch.Tensor | None:
+    """Return an array as a tensor on the same memory."""
+    if x is None:
+        return None
+    tensor = torch.from_numpy(x)
+    return tensor.view(torch.bfloat16) if x.dtype == BFLOAT16 else tensor

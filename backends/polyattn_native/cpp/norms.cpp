@@ -11,13 +11,16 @@ template <class T> constexpr T LOW = static_cast<T>(sizeof(T) == 4 ? 0x1p-48 : 0
 /// Rows that are computed at the same time, since the sums of one row wait for each other.
 constexpr int TOGETHER = 4;
 
-template <class T> struct Forward {
+template <class Element> struct Forward {
+    typedef Wide<Element> T;
+
     int64_t rows, n, height;
     bool centred;  // layer norm
     T eps;
-    Lines<const T> x;
-    const T *weight, *bias;  // null if absent
-    T *y, *xhat, *root;      // xhat is null for RMS norm, and if it is y
+    Lines<const Element> x;
+    const Element *weight, *bias;  // null if absent
+    Element *y;
+    T *xhat, *root;  // xhat is null for RMS norm, and if it is y
     Flag *flag;
 };
 
@@ -25,7 +28,8 @@ template <class T> struct Forward {
 template <class T, int ROWS> struct Sums {
     T first[ROWS], second[ROWS];
 
-    POLYATTN_INLINE Sums(const Lines<const T> &x, int64_t i, int64_t n, const T *shift, const T *rest) {
+    template <class Element>
+    POLYATTN_INLINE Sums(const Lines<const Element> &x, int64_t i, int64_t n, const T *shift, const T *rest) {
         Vector<T> a[ROWS]{}, b[ROWS]{};
         along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
             POLYATTN_UNROLL
@@ -44,7 +48,8 @@ template <class T, int ROWS> struct Sums {
 template <class T, int ROWS> struct Moments {
     T mean[ROWS]{}, rest[ROWS]{}, square[ROWS];
 
-    POLYATTN_INLINE Moments(const Lines<const T> &x, int64_t i, int64_t n, bool centred) {
+    template <class Element>
+    POLYATTN_INLINE Moments(const Lines<const Element> &x, int64_t i, int64_t n, bool centred) {
         const T inverse = 1 / static_cast<T>(n), zero[ROWS]{};
         bool accurate = true;
         Sums<T, ROWS> plain(x, i, n, zero, zero);
@@ -66,7 +71,8 @@ template <class T, int ROWS> struct Moments {
 };
 
 /// y = x̂ · weight + bias with x̂ = (x − mean) / √(var + eps), or without the mean, for some rows.
-template <class T, int ROWS> POLYATTN_INLINE void forward_rows(const Forward<T> &c, int64_t i) {
+template <class Element, int ROWS> POLYATTN_INLINE void forward_rows(const Forward<Element> &c, int64_t i) {
+    typedef Wide<Element> T;
     const int64_t n = c.n;
     const Moments<T, ROWS> of_rows(c.x, i, n, c.centred);
     T inverse[ROWS];
@@ -88,28 +94,35 @@ template <class T, int ROWS> POLYATTN_INLINE void forward_rows(const Forward<T> 
     });
 }
 
-template <class T> void forward_task(const void *context, int64_t task, void *) {
-    const auto &c = *static_cast<const Forward<T> *>(context);
+template <class Element> void forward_task(const void *context, int64_t task, void *) {
+    const auto &c = *static_cast<const Forward<Element> *>(context);
     int64_t i = task * c.height;
     const int64_t end = i + c.height < c.rows ? i + c.height : c.rows;
-    for (; i + TOGETHER <= end; i += TOGETHER) forward_rows<T, TOGETHER>(c, i);
-    for (; i < end; i++) forward_rows<T, 1>(c, i);
+    for (; i + TOGETHER <= end; i += TOGETHER) forward_rows<Element, TOGETHER>(c, i);
+    for (; i < end; i++) forward_rows<Element, 1>(c, i);
 }
 
-template <class T> struct Backward {
+/// X is the type of x, or of x̂ for layer norm.
+template <class Element, class X> struct Backward {
+    typedef Wide<Element> T;
+
     int64_t rows, n, height;
     bool centred;
-    Lines<const T> dy, x;  // x: x̂ for layer norm
-    const T *root, *weight;
-    T *dx;
+    Lines<const Element> dy;
+    Lines<const X> x;
+    const T *root;
+    const Element *weight;
+    Element *dx;
     T *dweight, *dbias;  // (tasks, n) sums over the rows of each task; null if absent
     Flag *flag;
 };
 
 /// dx = (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂)) / root with dx̂ = dy · weight for some rows, without the first mean for RMS
 /// norm. Their parts of dweight and dbias are added to those of the task.
-template <class T, int ROWS>
-POLYATTN_INLINE void backward_rows(const Backward<T> &c, int64_t i, T *dweight, T *dbias) {
+template <int ROWS, class Element, class X>
+POLYATTN_INLINE void backward_rows(const Backward<Element, X> &c, int64_t i, Wide<Element> *dweight,
+                                   Wide<Element> *dbias) {
+    typedef Wide<Element> T;
     const int64_t n = c.n;
     Vector<T> sums[ROWS]{}, products[ROWS]{};
     T inverse[ROWS], to_xhat[ROWS], mean[ROWS], projection[ROWS];
@@ -148,19 +161,22 @@ POLYATTN_INLINE void backward_rows(const Backward<T> &c, int64_t i, T *dweight, 
     });
 }
 
-template <class T> void backward_task(const void *context, int64_t task, void *) {
-    const auto &c = *static_cast<const Backward<T> *>(context);
+template <class Element, class X> void backward_task(const void *context, int64_t task, void *) {
+    typedef Wide<Element> T;
+    const auto &c = *static_cast<const Backward<Element, X> *>(context);
     T *dweight = c.dweight ? c.dweight + task * c.n : nullptr, *dbias = c.dbias ? c.dbias + task * c.n : nullptr;
     if (dweight) memset(dweight, 0, static_cast<size_t>(c.n) * sizeof(T));
     if (dbias) memset(dbias, 0, static_cast<size_t>(c.n) * sizeof(T));
     int64_t i = task * c.height;
     const int64_t end = i + c.height < c.rows ? i + c.height : c.rows;
-    for (; i + TOGETHER <= end; i += TOGETHER) backward_rows<T, TOGETHER>(c, i, dweight, dbias);
-    for (; i < end; i++) backward_rows<T, 1>(c, i, dweight, dbias);
+    for (; i + TOGETHER <= end; i += TOGETHER) backward_rows<TOGETHER>(c, i, dweight, dbias);
+    for (; i < end; i++) backward_rows<1>(c, i, dweight, dbias);
 }
 
 /// total (n) = the sum of parts (tasks, n), in order; raise the flag if it is not finite.
-template <class T> void add_up(const T *parts, int64_t tasks, int64_t n, T *total, Flag *flag) {
+template <class Element>
+void add_up(const Wide<Element> *parts, int64_t tasks, int64_t n, Element *total, Flag *flag) {
+    typedef Wide<Element> T;
     Watch<T> watch;
     along<T>(n, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
         Vector<T> sum{};
@@ -177,46 +193,59 @@ int64_t rows_of_task(int64_t rows, int64_t n) {
     return enough > few ? enough : few;
 }
 
-template <class T>
+template <class Element>
 Status forward(int32_t centred, int32_t threads, int64_t rows, int64_t n, double eps, const void *x, int64_t x_row,
                const void *weight, const void *bias, void *y, void *xhat, void *root) {
     Flag flag;
     const int64_t height = n < 8192 ? 8192 / n : 1;
-    Forward<T> c = {rows, n, height, centred != 0, static_cast<T>(eps), {static_cast<const T *>(x), x_row},
-                    static_cast<const T *>(weight), static_cast<const T *>(bias), static_cast<T *>(y),
-                    static_cast<T *>(xhat), static_cast<T *>(root), &flag};
+    typedef Wide<Element> T;
+    Forward<Element> c = {rows, n, height, centred != 0, static_cast<T>(eps), {static_cast<const Element *>(x), x_row},
+                          static_cast<const Element *>(weight), static_cast<const Element *>(bias),
+                          static_cast<Element *>(y), static_cast<T *>(xhat), static_cast<T *>(root), &flag};
     const int64_t tasks = (rows + height - 1) / height;
-    Status status = parallel_for(tasks, threads_for_elements(rows * n, threads), 0, forward_task<T>, &c);
+    Status status = parallel_for(tasks, threads_for_elements(rows * n, threads), 0, forward_task<Element>, &c);
     return status == OK ? flag.status() : status;
 }
 
-template <class T>
-Status backward(int32_t centred, int32_t threads, int64_t rows, int64_t n, const void *dy, int64_t dy_row,
+template <class Element, class X>
+Status backward_of(int32_t centred, int32_t threads, int64_t rows, int64_t n, const void *dy, int64_t dy_row,
                 const void *x, int64_t x_row, const void *root, const void *weight, void *dx, void *dweight,
                 void *dbias, void *parts) {
     Flag flag;
     const int64_t height = rows_of_task(rows, n), tasks = (rows + height - 1) / height;
+    typedef Wide<Element> T;
     T *first = static_cast<T *>(parts), *second = dweight ? first + tasks * n : first;
-    Backward<T> c = {rows, n, height, centred != 0, {static_cast<const T *>(dy), dy_row},
-                     {static_cast<const T *>(x), x_row}, static_cast<const T *>(root), static_cast<const T *>(weight),
-                     static_cast<T *>(dx), dweight ? first : nullptr, dbias ? second : nullptr, &flag};
-    Status status = parallel_for(tasks, threads_for_elements(rows * n, threads), 0, backward_task<T>, &c);
-    if (dweight && status == OK) add_up(first, tasks, n, static_cast<T *>(dweight), &flag);
-    if (dbias && status == OK) add_up(second, tasks, n, static_cast<T *>(dbias), &flag);
+    Backward<Element, X> c = {rows, n, height, centred != 0, {static_cast<const Element *>(dy), dy_row},
+                              {static_cast<const X *>(x), x_row}, static_cast<const T *>(root),
+                              static_cast<const Element *>(weight), static_cast<Element *>(dx),
+                              dweight ? first : nullptr, dbias ? second : nullptr, &flag};
+    const int used = threads_for_elements(rows * n, threads);
+    Status status = parallel_for(tasks, used, 0, backward_task<Element, X>, &c);
+    if (dweight && status == OK) add_up(first, tasks, n, static_cast<Element *>(dweight), &flag);
+    if (dbias && status == OK) add_up(second, tasks, n, static_cast<Element *>(dbias), &flag);
     return status == OK ? flag.status() : status;
+}
+
+template <class Element>
+Status backward(int32_t centred, int32_t threads, int64_t rows, int64_t n, const void *dy, int64_t dy_row,
+                const void *x, int64_t x_row, const void *root, const void *weight, void *dx, void *dweight,
+                void *dbias, void *parts) {
+    return (centred ? backward_of<Element, Wide<Element>> : backward_of<Element, Element>)(
+        centred, threads, rows, n, dy, dy_row, x, x_row, root, weight, dx, dweight, dbias, parts);
 }
 
 }  // namespace
 
-/// y, xhat (rows, n) and root (rows), contiguous, of x with rows at a distance of x_row elements.
+/// y, xhat (rows, n) and root (rows), contiguous, of x with rows at a distance of x_row elements; xhat and root are
+/// float32 for elements of 16 bits.
 POLYATTN_EXPORT Status polyattn_norm(int32_t dtype, int32_t centred, int32_t threads, int64_t rows, int64_t n,
                                       double eps, const void *x, int64_t x_row, const void *weight, const void *bias,
                                       void *y, void *xhat, void *root) {
-    return (dtype == FLOAT64 ? forward<double> : forward<float>)(centred, threads, rows, n, eps, x, x_row, weight, bias,
-                                                                 y, xhat, root);
+    return FOR_DTYPE(dtype, forward)(centred, threads, rows, n, eps, x, x_row, weight, bias, y, xhat, root);
 }
 
-/// The number of elements that polyattn_norm_backward needs at `parts` for each of dweight and dbias.
+/// The number of elements, of the type of the sums, that polyattn_norm_backward needs at `parts` for each of dweight and
+/// dbias.
 POLYATTN_EXPORT int64_t polyattn_norm_parts(int64_t rows, int64_t n) {
     const int64_t height = rows_of_task(rows, n);
     return (rows + height - 1) / height * n;
@@ -227,6 +256,6 @@ POLYATTN_EXPORT Status polyattn_norm_backward(int32_t dtype, int32_t centred, in
                                                const void *dy, int64_t dy_row, const void *x, int64_t x_row,
                                                const void *root, const void *weight, void *dx, void *dweight,
                                                void *dbias, void *parts) {
-    return (dtype == FLOAT64 ? backward<double> : backward<float>)(centred, threads, rows, n, dy, dy_row, x, x_row,
-                                                                   root, weight, dx, dweight, dbias, parts);
+    return FOR_DTYPE(dtype, backward)(centred, threads, rows, n, dy, dy_row, x, x_row, root, weight, dx, dweight, dbias,
+                                      parts);
 }

@@ -1,7 +1,7 @@
 // Rows of elements, cut into pieces that fit the first-level cache: the tasks of the pointwise operations.
 #pragma once
 
-#include "math.h"
+#include "narrow.h"
 #include "threads.h"
 
 /// rows x n elements, where `row` is the distance between the first elements of neighbouring rows.
@@ -41,6 +41,13 @@ struct Flag {
     void raise() { __atomic_store_n(&raised, 1, __ATOMIC_RELAXED); }
     Status status() const { return raised ? DOUBT : OK; }
 };
+
+/// The function among the instances of a template for the elements of a dtype.
+#define FOR_DTYPE(dtype, function)           \
+    ((dtype) == FLOAT64    ? function<double> \
+     : (dtype) == FLOAT16  ? function<Half>   \
+     : (dtype) == BFLOAT16 ? function<Bfloat> \
+                           : function<float>)
 
 /// The number of threads for a loop over so many elements with functions like exp.
 inline int threads_for_elements(int64_t elements, int threads) {

@@ -78,20 +78,21 @@ template <class T> struct GeluTanh {
     }
 };
 
-template <class T> struct Forward {
+template <class Element> struct Forward {
     Pieces pieces;
-    Lines<const T> x, up;
-    Lines<T> y;
+    Lines<const Element> x, up;
+    Lines<Element> y;
     Flag *flag;
 };
 
 /// y = f(x), or f(x) · up, for one piece.
-template <class T, class F, bool GATED> void forward_piece(const void *context, int64_t piece, void *) {
-    const auto &c = *static_cast<const Forward<T> *>(context);
+template <class Element, class F, bool GATED> void forward_piece(const void *context, int64_t piece, void *) {
+    typedef Wide<Element> T;
+    const auto &c = *static_cast<const Forward<Element> *>(context);
     Watch<T> watch;
     c.pieces.for_each(piece, [&](int64_t i, int64_t column, int64_t columns) {
-        const T *x = c.x.at(i, column), *up = GATED ? c.up.at(i, column) : nullptr;
-        T *y = c.y.at(i, column);
+        const Element *x = c.x.at(i, column), *up = GATED ? c.up.at(i, column) : nullptr;
+        Element *y = c.y.at(i, column);
         along<T>(columns, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
             Vector<T> x_ = load_part(x + j, count), result;
             if (GATED) {
@@ -107,20 +108,21 @@ template <class T, class F, bool GATED> void forward_piece(const void *context, 
     if (watch.not_finite()) c.flag->raise();
 }
 
-template <class T> struct Backward {
+template <class Element> struct Backward {
     Pieces pieces;
-    Lines<const T> dy, x, up;
-    Lines<T> dx, dup;
+    Lines<const Element> dy, x, up;
+    Lines<Element> dx, dup;
     Flag *flag;
 };
 
 /// dx = dy · f′(x); with a gate dx = dy · up · f′(x) and dup = dy · f(x).
-template <class T, class F, bool GATED> void backward_piece(const void *context, int64_t piece, void *) {
-    const auto &c = *static_cast<const Backward<T> *>(context);
+template <class Element, class F, bool GATED> void backward_piece(const void *context, int64_t piece, void *) {
+    typedef Wide<Element> T;
+    const auto &c = *static_cast<const Backward<Element> *>(context);
     Watch<T> watch;
     c.pieces.for_each(piece, [&](int64_t i, int64_t column, int64_t columns) {
-        const T *dy = c.dy.at(i, column), *x = c.x.at(i, column), *up = GATED ? c.up.at(i, column) : nullptr;
-        T *dx = c.dx.at(i, column), *dup = GATED ? c.dup.at(i, column) : nullptr;
+        const Element *dy = c.dy.at(i, column), *x = c.x.at(i, column), *up = GATED ? c.up.at(i, column) : nullptr;
+        Element *dx = c.dx.at(i, column), *dup = GATED ? c.dup.at(i, column) : nullptr;
         along<T>(columns, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
             F f(load_part(x + j, count));
             Vector<T> dy_ = load_part(dy + j, count), product = dy_;
@@ -139,46 +141,51 @@ template <class T, class F, bool GATED> void backward_piece(const void *context,
 }
 
 /// Run the body that is made for an activation.
-template <class T, template <class, class, bool> class Body, bool GATED, class Context>
+template <class Element, template <class, class, bool> class Body, bool GATED, class Context>
 Status run(int32_t activation, int32_t threads, const Context &c) {
-    TaskBody body = activation == GELU        ? Body<T, Gelu<T>, GATED>::run
-                    : activation == GELU_TANH ? Body<T, GeluTanh<T>, GATED>::run
-                                              : Body<T, Silu<T>, GATED>::run;
+    typedef Wide<Element> T;
+    TaskBody body = activation == GELU        ? Body<Element, Gelu<T>, GATED>::run
+                    : activation == GELU_TANH ? Body<Element, GeluTanh<T>, GATED>::run
+                                              : Body<Element, Silu<T>, GATED>::run;
     threads = threads_for_elements(c.pieces.rows * c.pieces.n, threads);
     Status status = parallel_for(c.pieces.count(), threads, 0, body, &c);
     return status == OK ? c.flag->status() : status;
 }
 
-template <class T, class F, bool GATED> struct ForwardBody {
-    static void run(const void *c, int64_t piece, void *w) { forward_piece<T, F, GATED>(c, piece, w); }
+template <class Element, class F, bool GATED> struct ForwardBody {
+    static void run(const void *c, int64_t piece, void *w) { forward_piece<Element, F, GATED>(c, piece, w); }
 };
 
-template <class T, class F, bool GATED> struct BackwardBody {
-    static void run(const void *c, int64_t piece, void *w) { backward_piece<T, F, GATED>(c, piece, w); }
+template <class Element, class F, bool GATED> struct BackwardBody {
+    static void run(const void *c, int64_t piece, void *w) { backward_piece<Element, F, GATED>(c, piece, w); }
 };
 
-template <class T>
+template <class Element>
 Status forward(int32_t activation, int32_t threads, int64_t rows, int64_t n, const void *x, int64_t x_row,
                const void *up, int64_t up_row, void *y) {
     Flag flag;
-    Forward<T> c = {Pieces(rows, n), {static_cast<const T *>(x), x_row}, {static_cast<const T *>(up), up_row},
-                    {static_cast<T *>(y), n}, &flag};
-    return up ? run<T, ForwardBody, true>(activation, threads, c) : run<T, ForwardBody, false>(activation, threads, c);
+    Forward<Element> c = {Pieces(rows, n),
+                          {static_cast<const Element *>(x), x_row},
+                          {static_cast<const Element *>(up), up_row},
+                          {static_cast<Element *>(y), n},
+                          &flag};
+    return up ? run<Element, ForwardBody, true>(activation, threads, c)
+              : run<Element, ForwardBody, false>(activation, threads, c);
 }
 
-template <class T>
+template <class Element>
 Status backward(int32_t activation, int32_t threads, int64_t rows, int64_t n, const void *dy, int64_t dy_row,
                 const void *x, int64_t x_row, const void *up, int64_t up_row, void *dx, void *dup) {
     Flag flag;
-    Backward<T> c = {Pieces(rows, n),
-                     {static_cast<const T *>(dy), dy_row},
-                     {static_cast<const T *>(x), x_row},
-                     {static_cast<const T *>(up), up_row},
-                     {static_cast<T *>(dx), n},
-                     {static_cast<T *>(dup), n},
-                     &flag};
-    return up ? run<T, BackwardBody, true>(activation, threads, c)
-              : run<T, BackwardBody, false>(activation, threads, c);
+    Backward<Element> c = {Pieces(rows, n),
+                           {static_cast<const Element *>(dy), dy_row},
+                           {static_cast<const Element *>(x), x_row},
+                           {static_cast<const Element *>(up), up_row},
+                           {static_cast<Element *>(dx), n},
+                           {static_cast<Element *>(dup), n},
+                           &flag};
+    return up ? run<Element, BackwardBody, true>(activation, threads, c)
+              : run<Element, BackwardBody, false>(activation, threads, c);
 }
 
 }  // namespace
@@ -186,7 +193,7 @@ Status backward(int32_t activation, int32_t threads, int64_t rows, int64_t n, co
 /// y (rows, n), contiguous, = f(x), or f(x) · up if up is not null. x and up have rows at a distance, in elements.
 POLYATTN_EXPORT Status polyattn_activation(int32_t dtype, int32_t activation, int32_t threads, int64_t rows, int64_t n,
                                             const void *x, int64_t x_row, const void *up, int64_t up_row, void *y) {
-    return (dtype == FLOAT64 ? forward<double> : forward<float>)(activation, threads, rows, n, x, x_row, up, up_row, y);
+    return FOR_DTYPE(dtype, forward)(activation, threads, rows, n, x, x_row, up, up_row, y);
 }
 
 /// dx (rows, n) = dy · f′(x), or dx = dy · up · f′(x) and dup = dy · f(x) if up is not null.
@@ -194,6 +201,5 @@ POLYATTN_EXPORT Status polyattn_activation_backward(int32_t dtype, int32_t activ
                                                      int64_t n, const void *dy, int64_t dy_row, const void *x,
                                                      int64_t x_row, const void *up, int64_t up_row, void *dx,
                                                      void *dup) {
-    return (dtype == FLOAT64 ? backward<double> : backward<float>)(activation, threads, rows, n, dy, dy_row, x, x_row,
-                                                                   up, up_row, dx, dup);
+    return FOR_DTYPE(dtype, backward)(activation, threads, rows, n, dy, dy_row, x, x_row, up, up_row, dx, dup);
 }

@@ -106,12 +106,13 @@ def assert_equal(got: Results, want: Results, dtype: str) -> None:
     assert got.keys() == want.keys()
     for name, x in got.items():
         assert x.dtype == want[name].dtype == dtype, name
-        rounding = np.finfo(dtype).eps * max(np.abs(want[name]).max(), 1e-30)
-        np.testing.assert_allclose(x, want[name], 60 * np.finfo(dtype).eps, 30 * rounding, err_msg=name)
+        eps, ulps = np.finfo(dtype).eps, 1 if dtype == "float16" else 60  # of 16 bits, only results are rounded
+        rounding = eps * max(np.abs(want[name]).max(), 1e-30)
+        np.testing.assert_allclose(x, want[name], ulps * eps, ulps / 2 * rounding, err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_the_formula(spy: Spy, formula: Any, threads: int, case: str, dtype: str, shape: tuple[int, ...]) -> None:
     if shape[-1] == 1 and "norm" in case:
@@ -169,11 +170,40 @@ def test_other_layouts_are_left_to_the_formula(spy: Spy, case: str, layout: str)
         np.testing.assert_allclose(x, want[name], 1e-4, 1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_half_precision_and_empty_arrays_are_left_to_the_formula(spy: Spy, dtype: str) -> None:
-    F.gelu(np.ones((2, 3) if dtype == "float16" else (2, 0), dtype))
-    F.softmax(np.ones((2, 3) if dtype == "float16" else (0, 2), dtype))
+def test_empty_arrays_are_left_to_the_formula(spy: Spy) -> None:
+    F.gelu(np.ones((2, 0)))
+    F.softmax(np.ones((0, 2)))
     assert not spy.native()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 37), (4, 3)], ids=str)
+def test_bfloat16_of_torch(monkeypatch: pytest.MonkeyPatch, case: str, shape: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    pointwise: Any = pytest.importorskip("polyattn_torch._pointwise")
+    native: list[bool] = []
+
+    def computed(name: str, *arrays: Any, **options: Any) -> Any:
+        found = operation_of_torch(name, *arrays, **options)
+        native.append(found is not None)
+        return found
+
+    operation_of_torch = pointwise.operation
+    monkeypatch.setattr(pointwise, "operation", computed)
+    name, (count, parameters, options) = case.partition("-")[0], CASES[case]
+    arrays = [normal(shape, "float32", seed, 2.0) for seed in range(count)]
+    gains = [normal(shape[-1:], "float32", 10 + seed) for seed in range(parameters)]
+    dy = normal(shape, "float32", 20)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        inputs = [torch.from_numpy(x).bfloat16().to(dtype) for x in (*arrays, *gains)]
+        y, cache = getattr(F, f"{name}_forward")(*inputs, **options)
+        grads = getattr(F, f"{name}_backward")(torch.from_numpy(dy).bfloat16().to(dtype), cache)
+        found.append([y, *(x for x in grads if x is not None)])
+    assert all(native)
+    for x, want in zip(*found, strict=True):
+        assert x.dtype == torch.bfloat16
+        np.testing.assert_allclose(x.double(), want, 2**-8, 2**-8 * float(want.abs().max()))
 
 
 def test_softmax_along_another_axis_is_left_to_the_formula(spy: Spy) -> None:
