@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from .. import registry
+from ..distributed import Machine, Plan, Shape, plan
 from ..functional import Explanation
+from ..functional._explain import ITEMSIZE
 from ..kernels import FLOAT_DTYPES
 from ..plot._file import expect_writable, write_png
 from ._app import UsageError
@@ -46,6 +50,15 @@ def explain(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the tiles of the generic kernel, and those it skips.")
     ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Plan the problem, forward and backward, over this number of devices.")
+    ] = None,
+    link: Annotated[float, typer.Option(help="For --devices: the bandwidth of a device's link, in GB/s.")] = 50.0,
+    latency: Annotated[float, typer.Option(help="For --devices: the latency of the link, in µs.")] = 5.0,
+    speed: Annotated[
+        float | None,
+        typer.Option(help="For --devices: TFLOP/s of one device.", show_default="measured on --backend here"),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Name the kernel for an attention problem, why the others are not used, and the amount of work.
@@ -68,11 +81,47 @@ def explain(
         "dropout": dropout, "seed": 0 if dropout else None, "kernel": kernel,
         "window": None if window is None else read_window("--window", window),
     }  # fmt: skip
-    found = _explanation(*where(backend, device), dtype, shapes, segments, settings)
-    typer.echo(json.dumps(asdict(found)) if json_output else str(found))
+    there = where(backend, device)
+    found = _explanation(*there, dtype, shapes, segments, settings)
+    plans = [] if devices is None else _plans(there, dtype, shapes, causal, (devices, link, latency), speed)
+    if json_output:
+        typer.echo(json.dumps(asdict(found) | ({"plan": [asdict(x) for x in plans]} if plans else {})))
+    else:
+        typer.echo("\n".join(map(str, (found, *plans))))
     if plot is not None:
         _draw(plot, shapes, {name: settings[name] for name in ("causal", "q_offset", "window", "key_lengths")})
         typer.echo(f"picture   {plot}", err=True)
+
+
+def _plans(
+    there: tuple[str, str], dtype: str, shapes: dict[str, tuple[int, ...]], causal: bool,
+    machine: tuple[int, float, float], speed: float | None,
+) -> tuple[Plan, ...]:  # fmt: skip
+    """Return the plans of valid shapes; ``machine`` is the number of devices, GB/s and µs."""
+    q, k, v = (shapes[name] for name in "qkv")
+    heads, kv_heads = (x[-3] if len(x) > 2 else 1 for x in (q, k))
+    batch = math.prod(np.broadcast_shapes(q[:-3], k[:-3], v[:-3]))
+    shape = Shape(batch, heads, kv_heads, q[-2], k[-2], q[-1], v[-1], ITEMSIZE[dtype], causal)
+    count, link, latency = machine
+    rate = measured_speed(*there, dtype) if speed is None else speed * 1e12
+    return plan(shape, Machine(count, rate, link * 1e9, latency * 1e-6))
+
+
+def measured_speed(backend: str, device: str, dtype: str) -> float:
+    """Return the FLOP/s of a forward of some heads on a backend, the best of three."""
+    from .. import functional
+    from ..conversion import to_backend
+
+    shape = Shape(1, 8, 8, 1024, 1024, 64, 64)
+    host = np.random.default_rng(0).standard_normal((1, shape.heads, shape.n_q, shape.d_k)).astype(np.float32)
+    native = registry.ready(backend)
+    x = to_backend(host, backend, device)
+    x, times = native.namespace().astype(x, native.dtype(dtype)), []
+    for _ in range(4):  # the first one compiles
+        began = time.perf_counter()
+        native.synchronize(functional.attention(x, x, x))
+        times.append(time.perf_counter() - began)
+    return shape.flops / min(times[1:])
 
 
 def _draw(path: Path, shapes: dict[str, tuple[int, ...]], excluding: dict[str, Any]) -> None:
@@ -96,7 +145,7 @@ def _explanation(
     The standard's ``broadcast_to`` returns a view of the element. JAX would copy it, so this runs under the backend's
     compiler, where a traced array is only a shape and a dtype. A traced array has no device, so it is selected.
     """
-    from .. import functional, registry
+    from .. import functional
     from ..selection import use_backend
 
     native = registry.ready(backend)
