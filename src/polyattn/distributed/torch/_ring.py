@@ -84,6 +84,7 @@ class Ring:
                 for dx, more in zip(grads, (now.k, now.v), strict=True):
                     dx[..., pair.keys, :] += more
                 dtable = dtable if dtable is None else dtable + now.bias
+                del now
             if step == 0:
                 own = grads
             else:  # add what the ranks before found for this shard, and pass it on
@@ -126,8 +127,11 @@ class Ring:
                     yield Pair(problem, rows, columns)
 
 
-def _added(grads: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-    return [a + b for a, b in zip(grads, more, strict=True)]
+def _added(grads: Sequence[Tensor], more: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Add to gradients that are not under way, in place: a sum of its own would be one more shard of memory."""
+    for dx, dx_more in zip(grads, more, strict=True):
+        dx += dx_more
+    return grads
 
 
 def _places(spans: tuple[Span, ...]) -> list[slice]:
