@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from polyattn.backend import Array, ArrayState, Backend, DTypeError, Kernel
+from polyattn.backend import Array, ArrayState, Backend, Kernel
 
 __all__ = ["backend"]
 
@@ -29,6 +29,7 @@ class DaskBackend(Backend):
     array_modules = ("dask.array", "dask")
     install = 'pip install "polyattn[dask]"'
     lacks: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("float16", "bfloat16"), "its namespace has no floats of 16 bits; chunks may have them"),
         "shared_memory": "chunks are copies, and may be in other processes",
         "dlpack": "a chunk may be in another process, or not be computed yet",
         "devices": "Dask's workers have the devices",
@@ -78,16 +79,6 @@ class DaskBackend(Backend):
     def shares(self, x: Array) -> bool:
         """Share nothing: chunks are copies, or are in other processes."""
         return False
-
-    def dtype(self, name: str) -> Any:
-        """Return NumPy's dtype, or ml_dtypes' bfloat16: Dask's dtypes are NumPy's."""
-        if name == "bfloat16":
-            try:
-                import ml_dtypes
-            except ImportError as error:
-                raise DTypeError("dask has bfloat16 only with ml_dtypes: pip install ml_dtypes") from error
-            return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(name) if name == "float16" else np.dtype(super().dtype(name))
 
     def state(self, x: Array) -> ArrayState:
         """Refuse arrays with chunks of unknown size; values are never read."""
