@@ -37,6 +37,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --output.")] = False,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 200,
+    engine: Annotated[str | None, typer.Option(help="dask: its workers compute the gradients of each batch.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers of --engine dask, 2 by default.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train attention to find the row with the largest first feature and copy it to every position.
@@ -49,7 +51,7 @@ def train(
         result = training.train(
             {field.name: context.params[field.name] for field in fields(Config) if field.name in named},
             backend=backend, device=device, output=output, resume=resume, overwrite=overwrite,
-            checkpoint_every=checkpoint_every,
+            checkpoint_every=checkpoint_every, engine=engine, workers=workers,
         )  # fmt: skip
     except training.OptionError as error:
         raise UsageError(str(error)) from error

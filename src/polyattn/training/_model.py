@@ -18,10 +18,12 @@ from ..layers import MultiHeadAttention
 from ._config import Config
 from ._processes import Gradients, Processes
 from ._samples import Pairs
+from ._workers import Workers
 
 __all__ = ["Arrays", "Model", "inverse_sqrt"]
 
 Arrays = dict[str, Array]
+Team = Processes | Workers
 Step = Callable[[Arrays, Arrays, Array, Array], tuple[Arrays, Arrays, Array]]
 Slope = Callable[[Arrays, Array, Array], Gradients]
 Update = Callable[[Arrays, Arrays, dict[str, Array]], tuple[Arrays, Arrays]]
@@ -32,7 +34,7 @@ CLIP = 1.0
 class Model:
     """Multi-head attention with the settings of a run, on a backend and a device."""
 
-    def __init__(self, config: Config, backend: str, device: str | None, processes: Processes | None = None) -> None:
+    def __init__(self, config: Config, backend: str, device: str | None, team: Team | None = None) -> None:
         self.config, self.backend = config, registry.ready(backend)
         self._layer = MultiHeadAttention(
             config.width, config.heads, seed=config.seed, dtype=config.dtype, backend=backend, device=device
@@ -40,14 +42,16 @@ class Model:
         self.device = self._layer.device
         self.schedule = inverse_sqrt(config.learning_rate)
         self._optimiser = optim.AdamW(self.schedule, weight_decay=config.weight_decay)
-        self._processes = Processes() if processes is None else processes
+        self._team: Team = Processes() if team is None else team
         self._gradients, self._update = _gradients(self._layer), _update(self._optimiser)
         self._together = self.backend.jit(_together(self._gradients, self._update))
-        self._gradients, self._update = self.backend.jit(self._gradients), self.backend.jit(self._update)
+        self._update = self.backend.jit(self._update)
+        if isinstance(self._team, Processes):  # a compiled function does not go to another process
+            self._gradients = self.backend.jit(self._gradients)
 
     def share(self, pairs: Pairs) -> tuple[Array, Array, float]:
         """Return this process's samples of a batch on the backend, and their part of it."""
-        (x, y), part = self._processes.share(pairs)
+        (x, y), part = self._team.share(pairs)
         return self.native(x), self.native(y), part
 
     def step(
@@ -57,9 +61,9 @@ class Model:
 
         ``x`` and ``y`` are this process's part of the batch.
         """
-        if self._processes.size == 1:
+        if self._team.alone:
             return self._together(params, state, x, y)  # type: ignore[no-any-return]  # jit's result
-        found = self._processes.mean(self._gradients(params, x, y), part, self.native)
+        found = self._team.gradients(self._gradients, params, x, y, part, self.native)
         return *self._update(params, state, found.grads), found.loss
 
     def start(self) -> tuple[Arrays, Arrays]:

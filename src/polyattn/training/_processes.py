@@ -43,6 +43,16 @@ class Processes(NamedTuple):
         """Whether this process writes files and shows progress."""
         return self.rank == 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other process shares the run."""
+        return self.size == 1
+
+    @property
+    def what(self) -> str:
+        """The processes in words."""
+        return "" if self.alone else f"{self.size} processes"
+
     def expect_samples(self, batch: int) -> None:
         """Require a sample for each process."""
         if batch < self.size:
@@ -54,6 +64,13 @@ class Processes(NamedTuple):
         start, stop = (count * rank // self.size for rank in (self.rank, self.rank + 1))
         x, y = (array[start : max(stop, start + 1)] if stop > start else array[:1] for array in pairs)
         return (x, y), (stop - start) / count
+
+    def gradients(
+        self, function: Callable[..., Gradients], params: dict[str, Array], x: Array, y: Array, part: float,
+        place: Callable[[np.ndarray[Any, Any]], Array],
+    ) -> Gradients:  # fmt: skip
+        """Return the means over the batch, of which x and y are this process's ``part``."""
+        return self.mean(function(params, x, y), part, place)
 
     def mean(self, found: Gradients, part: float, place: Callable[[np.ndarray[Any, Any]], Array]) -> Gradients:
         """Return the means over the batch, from those of each process's samples, in one collective.

@@ -21,9 +21,9 @@ from ._folder import Elsewhere, Folder, Saved, new_folder
 from ._measure import measure, positions
 from ._model import Arrays, Model
 from ._pictures import draw_pictures
-from ._processes import processes
 from ._progress import Reporter
 from ._samples import Epochs, PointerCopy, digest, expect_range, load_npz
+from ._workers import team_of
 
 __all__ = ["DivergedError", "train"]
 
@@ -45,11 +45,13 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     checkpoint_every: int = 200,
+    engine: str | None = None,
+    workers: int | None = None,
 ) -> dict[str, Any] | None:
     """Train multi-head attention on the pointer-copy task or on the user's samples; return the result as plain data.
 
     The processes that torchrun starts share each batch; the first one writes the files and returns the result, the
-    others return None.
+    others return None. With the engine ``"dask"`` its workers compute the gradients, and this process does the rest.
 
     ``given`` has the settings of :class:`Config` that the user passed. By default a run computes on the selected
     backend, else on that of the resumed run, else on NumPy, and writes to a new folder below ``runs``.
@@ -67,7 +69,7 @@ def train(
     saved = Folder(Path(output)).load() if resume and output is not None else None
     where = _select(backend, device, saved)
     config, data = _settings(given, saved, output)
-    with use_backend(where.backend, where.device), processes() as team, _memory_errors():
+    with use_backend(where.backend, where.device), team_of(engine, workers) as team, _memory_errors():
         team.expect_samples(config.batch)
         model = Model(config, where.backend, where.device, team)
         params, state = model.start()
@@ -89,8 +91,8 @@ def train(
             threadpool_limits(1) if small else nullcontext(),
             Reporter(start, config.steps, shown=team.first) as reporter,
         ):
-            count = [f"{team.size} processes"] if team.size > 1 else []
-            reporter.say("; ".join([f"{where.backend} on {model.device}", *count, *model.backend.notes(model.device)]))
+            shared = [team.what] if team.what else []
+            reporter.say("; ".join([f"{where.backend} on {model.device}", *shared, *model.backend.notes(model.device)]))
             run = _Run(model, data, folder, reporter, checkpoint_every, start)
             return run.result(params, state, team.first)
 
