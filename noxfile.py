@@ -149,7 +149,7 @@ def compile(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the pages of docs/ with warnings as errors. Not part of the default checks; the suite runs the code."""
-    install(session, "torch,onnx,plot", *group("docs"))
+    install(session, "torch,dask,onnx,plot", *group("docs"))
     session.run(
         "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build", *session.posargs, env=UNSELECTED
     )
