@@ -14,7 +14,7 @@ from polyattn.backend import FEATURES, features_of
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by features.py -->\n", "<!-- to here -->\n"
-BACKENDS = ("numpy", "torch", "jax", "cupy", "array-api-strict")
+BACKENDS = ("numpy", "torch", "jax", "cupy", "array-api-strict", "dask")
 MARKS = {True: "yes", False: "no", None: "?"}
 
 

@@ -34,7 +34,8 @@ def test_the_python_runs(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_table_of_features_is_what_the_backends_say() -> None:
-    if missing := [name for name in ("torch", "jax", "array_api_strict", "dask", "ml_dtypes") if util.find_spec(name) is None]:
+    libraries = ("torch", "jax", "array_api_strict", "dask", "ml_dtypes")
+    if missing := [name for name in libraries if util.find_spec(name) is None]:
         pytest.skip(f"the table is about {', '.join(missing)} too, which is not installed")
     code = "import features as f; assert f.parts(f.PAGE.read_text())[1] == f.written(), 'run python docs/features.py'"
     environment = {**os.environ, "PYTHONPATH": str(DOCS), "JAX_ENABLE_X64": "0"}
