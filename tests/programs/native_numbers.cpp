@@ -8,15 +8,15 @@
 #include "attention.h"
 
 extern "C" {
-int32_t polyattn_attention_forward(const Attention *);
-int32_t polyattn_attention_backward(const AttentionBackward *);
-int32_t polyattn_activation(int32_t dtype, int32_t activation, int32_t threads, int64_t rows, int64_t n, const void *x,
-                            int64_t x_row, const void *up, int64_t up_row, void *y);
-int32_t polyattn_norm(int32_t dtype, int32_t centred, int32_t threads, int64_t rows, int64_t n, double eps,
-                      const void *x, int64_t x_row, const void *weight, const void *bias, void *y, void *xhat,
-                      void *root);
-int32_t polyattn_softmax(int32_t dtype, int32_t logarithm, int32_t threads, int64_t rows, int64_t n, const void *x,
-                         int64_t x_row, void *y);
+Status polyattn_attention_forward(const Attention *);
+Status polyattn_attention_backward(const AttentionBackward *);
+Status polyattn_activation(int32_t dtype, int32_t activation, int32_t threads, int64_t rows, int64_t n, const void *x,
+                           int64_t x_row, const void *up, int64_t up_row, void *y);
+Status polyattn_norm(int32_t dtype, int32_t centred, int32_t threads, int64_t rows, int64_t n, double eps,
+                     const void *x, int64_t x_row, const void *weight, const void *bias, void *y, void *xhat,
+                     void *root);
+Status polyattn_softmax(int32_t dtype, int32_t logarithm, int32_t threads, int64_t rows, int64_t n, const void *x,
+                        int64_t x_row, void *y);
 }
 
 namespace {
@@ -77,9 +77,9 @@ template <class T> T *numbers(int64_t n, uint64_t seed = 0) {
 }
 
 /// Print every so many numbers of an array, and the sum of their absolute values.
-template <class T> void print(const char *what, const char *dtype, double tolerance, int32_t status, const T *x,
+template <class T> void print(const char *what, const char *dtype, double tolerance, Status status, const T *x,
                               int64_t n) {
-    printf("%s.%s %g %d", what, dtype, tolerance, status);
+    printf("%s.%s %g %lld", what, dtype, tolerance, static_cast<long long>(status));
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += fabs(to_double(x[i]));
     for (int64_t i = 0; i < n; i += n / 16 + 1) printf(" %.17g", to_double(x[i]));
@@ -110,7 +110,7 @@ template <class T, class Wide> void attention() {
     a.largest = largest, a.log_total = log_total;
     a.scale = 1.5, a.softcap = 20, a.left = 90, a.right = 0, a.keep_scale = 1;
     a.q_offset.value = N_K - N_Q, a.key_lengths.value = a.prefix.value = UNLIMITED;
-    int32_t status = polyattn_attention_forward(&a);
+    Status status = polyattn_attention_forward(&a);
     print("forward", Kind<T>::name, Kind<T>::tolerance, status, out, size_out);
     print("log_total", Kind<T>::name, Kind<Wide>::tolerance, status, log_total, ITEMS * HEADS * N_Q);
 
@@ -125,19 +125,19 @@ template <class T, class Wide> void attention() {
 }
 
 /// Activations, a norm and softmax of rows.
-template <class T> void rows() {
+template <class T, class Wide> void rows() {
     constexpr int64_t ROWS = 33, N = 77;
     constexpr int GELU = 0, SILU = 2;  // and 1, GELU by tanh
-    T *x = numbers<T>(ROWS * N, 5), *weight = numbers<T>(N, 6), *y = numbers<T>(ROWS * N), *root = numbers<T>(ROWS);
-    T *xhat = numbers<T>(ROWS * N);
-    for (int64_t i = 0; i < ROWS * N; i++) x[i] *= 5;
+    T *x = numbers<T>(ROWS * N, 5), *weight = numbers<T>(N, 6), *y = numbers<T>(ROWS * N);
+    Wide *root = numbers<Wide>(ROWS), *xhat = numbers<Wide>(ROWS * N);
+    for (int64_t i = 0; i < ROWS * N; i++) x[i] = from_double<T>(to_double(x[i]) * 5);
     const DType code = Kind<T>::code;
     const char *names[] = {"gelu", "gelu_tanh", "silu"};
     for (int which = GELU; which <= SILU; which++) {
-        int32_t status = polyattn_activation(code, which, 2, ROWS, N, x, N, nullptr, 0, y);
+        Status status = polyattn_activation(code, which, 2, ROWS, N, x, N, nullptr, 0, y);
         print(names[which], Kind<T>::name, Kind<T>::tolerance, status, y, ROWS * N);
     }
-    int32_t status = polyattn_norm(code, 1, 2, ROWS, N, 1e-5, x, N, weight, nullptr, y, xhat, root);
+    Status status = polyattn_norm(code, 1, 2, ROWS, N, 1e-5, x, N, weight, nullptr, y, xhat, root);
     print("layer_norm", Kind<T>::name, Kind<T>::tolerance, status, y, ROWS * N);
     status = polyattn_softmax(code, 0, 2, ROWS, N, x, N, y);
     print("softmax", Kind<T>::name, Kind<T>::tolerance, status, y, ROWS * N);
@@ -150,7 +150,9 @@ int main() {
     attention<double, double>();
     attention<Half, float>();
     attention<Bfloat, float>();
-    rows<float>();
-    rows<double>();
+    rows<float, float>();
+    rows<double, double>();
+    rows<Half, float>();
+    rows<Bfloat, float>();
     return 0;
 }
