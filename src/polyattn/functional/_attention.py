@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache, dtype_name
 from ..kernels import (
@@ -13,11 +12,11 @@ from ..kernels import (
     AttentionGrads,
     Kernel,
     Problem,
-    Record,
     RowStatistics,
     cast,
     choose,
     expand,
+    holds,
     statistics_of_lse,
     unbroadcast,
     unrounded,
@@ -32,8 +31,8 @@ __all__ = ["AttentionGrads", "attention", "attention_backward", "attention_forwa
 logger = logging.getLogger("polyattn")
 
 
-@dataclass(frozen=True, eq=False)
-class Saved(Record):
+@holds("q", "k", "v", "out", "statistics", "problem")
+class Saved(NamedTuple):
     """The arrays and static values that the backward needs, in the shapes of the call."""
 
     q: Array
@@ -43,8 +42,6 @@ class Saved(Record):
     statistics: RowStatistics
     problem: Problem
     kernel: Kernel
-
-    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "out", "statistics", "problem")
 
     @property
     def kernel_name(self) -> str:
@@ -57,7 +54,7 @@ class Saved(Record):
             return self
         q, k, v, out = (with_head(x) for x in (self.q, self.k, self.v, self.out))
         statistics = self.statistics.reshaped(self.problem.xp, self.problem.sizes.scores[:-1])
-        return replace(self, q=q, k=k, v=v, out=out, statistics=statistics)
+        return self._replace(q=q, k=k, v=v, out=out, statistics=statistics)
 
 
 def forward(

@@ -128,7 +128,7 @@ def compiled(function: Callable[..., Any], native: Backend, saved: Saved) -> Cal
     seed = saved.problem.seed
     if isinstance(seed, int) and -(2**31) <= seed < 2**31:
         xp, device = native.namespace(), saved.problem.native_device
-        saved = replace(saved, problem=replace(saved.problem, seed=xp.asarray(seed, dtype=xp.int32, device=device)))
+        saved = saved._replace(problem=replace(saved.problem, seed=xp.asarray(seed, dtype=xp.int32, device=device)))
     arrays, structure = flatten(saved)
     return functools.partial(_compiled(function, native, structure), arrays)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from ..backend import Array, Backend
-from ..kernels import AttentionGrads, Problem, Record, cast, expand, unbroadcast, widen
+from ..kernels import AttentionGrads, Problem, cast, expand, unbroadcast, widen
 from ..kernels._plain import (
     Rows,
     Scores,
@@ -26,15 +25,12 @@ from ._dispatch import Operation, run
 __all__ = ["attention_weights"]
 
 
-@dataclass(frozen=True, eq=False)
-class Saved(Record):
+class Saved(NamedTuple):
     """The arrays and the problem that the backward needs."""
 
     q: Array
     k: Array
     problem: Problem
-
-    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "problem")
 
 
 def forward(

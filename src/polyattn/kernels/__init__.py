@@ -13,7 +13,7 @@ from ._dropout import THREEFRY
 from ._merge import merge, statistics_of_lse
 from ._prefix_mask import PrefixMask
 from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
-from ._records import Record, Structure, flatten
+from ._records import Record, Structure, flatten, holds
 from ._relative_positions import RelativePositionBias
 from ._structure import BothMasks, StructuredBias, StructuredMask
 from ._tiled import TiledKernel, allowed_in, loops, reach, tile_lengths, unrounded, with_statistics
@@ -46,6 +46,7 @@ __all__ = [
     "dtype_name",
     "expand",
     "flatten",
+    "holds",
     "is_moderate",
     "loops",
     "merge",

@@ -2,28 +2,31 @@
 
 A record is an array, None, a number, a tuple, a NamedTuple, a dict or a :class:`Record`, nested. Automatic
 differentiation and compilers need flat arrays; :func:`flatten` is the one place that makes them.
+
+``ARRAYS`` of a class names the fields that may hold arrays. The others are static, so they can be hashed and compared.
+In a class without it, all fields may hold arrays. A field without arrays (None, a number, a structured mask) is static.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from ._arrays import Array
 from ._structure import StructuredBias, StructuredMask
 
-__all__ = ["Record", "Structure", "flatten"]
+__all__ = ["Record", "Structure", "flatten", "holds"]
+
+Kind = TypeVar("Kind", bound=type)
 
 NUMBERS = (bool, int, float, str)  # exact types: NumPy's float64 scalar is a subclass of float, and is an array
 STRUCTURED = (StructuredMask, StructuredBias)
 
 
 class Record:
-    """A frozen dataclass that holds arrays in the fields that ``ARRAYS`` names. The other fields are static.
+    """A frozen dataclass with arrays in the fields that ``ARRAYS`` names.
 
-    :meth:`polyattn.backend.Backend.register` requires ``flattened`` and ``unflattened``. Static fields can be
-    hashed and compared. A field of ``ARRAYS`` that holds no array (None, a number, a structured mask)
-    is static too.
+    :meth:`polyattn.backend.Backend.register` requires ``flattened`` and ``unflattened``.
     """
 
     ARRAYS: ClassVar[tuple[str, ...]] = ()
@@ -39,6 +42,16 @@ class Record:
         return record
 
 
+def holds(*names: str) -> Callable[[Kind], Kind]:
+    """Set ``ARRAYS`` of a NamedTuple, whose body may have no class variable."""
+
+    def mark(kind: Kind) -> Kind:
+        kind.ARRAYS = names  # type: ignore[attr-defined]  # see above
+        return kind
+
+    return mark
+
+
 class Leaf(NamedTuple):
     """An array, given by its index in the flat arrays."""
 
@@ -52,11 +65,14 @@ class Static(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A record that holds others."""
+    """A record of which some fields hold arrays or other records."""
 
     kind: Any
     names: tuple[str, ...]
-    children: tuple[Leaf | Static | Node, ...]
+    values: tuple[Any, ...]
+    """The static values by field; None where there is a child."""
+    children: tuple[tuple[int, Leaf | Node], ...]
+    """The fields that are not static: the index of each, and what it holds."""
 
 
 class Structure(NamedTuple):
@@ -79,19 +95,25 @@ def flatten(record: Any) -> tuple[tuple[Array, ...], Structure]:
     def visit(value: Any, name: str) -> Leaf | Static | Node:
         if value is None or type(value) in NUMBERS or isinstance(value, STRUCTURED):
             return Static(value)
-        if isinstance(value, Record):
-            held = vars(value)
-            children = (visit(x, n) if n in value.ARRAYS else Static(x) for n, x in held.items())
-            return Node(type(value), tuple(held), tuple(children))
-        if isinstance(value, dict):
-            return Node(dict, tuple(value), tuple(visit(x, n) for n, x in value.items()))
-        if isinstance(value, tuple):
-            fields = getattr(type(value), "_fields", tuple(map(str, range(len(value)))))
-            return Node(type(value), tuple(fields), tuple(visit(x, n) for n, x in zip(fields, value, strict=True)))
-        for index, array in enumerate(arrays):
-            if array is value:
-                return Leaf(index)
-        arrays.append(value)
+        fields = _fields(value)
+        if fields is None:
+            return leaf(value, name)
+        values, children, own = list(fields.values()), [], getattr(value, "ARRAYS", fields)
+        for index, (field, x) in enumerate(fields.items()):
+            if field in own and x is not None and type(x) not in NUMBERS:
+                child = visit(x, field)
+                if not isinstance(child, Static):
+                    values[index] = None
+                    children.append((index, child))
+        if not children and isinstance(value, tuple):
+            return Static(value)
+        return Node(type(value), tuple(fields), tuple(values), tuple(children))
+
+    def leaf(array: Array, name: str) -> Leaf:
+        for number, other in enumerate(arrays):
+            if other is array:
+                return Leaf(number)
+        arrays.append(array)
         names.append(name)
         return Leaf(len(arrays) - 1)
 
@@ -99,14 +121,26 @@ def flatten(record: Any) -> tuple[tuple[Array, ...], Structure]:
     return tuple(arrays), Structure(root, tuple(names))
 
 
+def _fields(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a record by name, or None for an array."""
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", None) or map(str, range(len(value)))
+        return dict(zip(names, value, strict=True))
+    if isinstance(value, dict):
+        return value
+    return vars(value) if isinstance(value, Record) else None
+
+
 def _built(node: Leaf | Static | Node, arrays: Sequence[Array]) -> Any:
     if isinstance(node, Leaf):
         return arrays[node.number]
     if isinstance(node, Static):
         return node.value
-    children = [_built(child, arrays) for child in node.children]
+    values = list(node.values)
+    for index, child in node.children:
+        values[index] = _built(child, arrays)
     if node.kind is tuple:
-        return tuple(children)
+        return tuple(values)
     if node.kind is dict:
-        return dict(zip(node.names, children, strict=True))
-    return node.kind(**dict(zip(node.names, children, strict=True)))
+        return dict(zip(node.names, values, strict=True))
+    return node.kind(**dict(zip(node.names, values, strict=True)))
