@@ -28,7 +28,9 @@ def in_pieces(function: Callable[..., Any], arrays: tuple[Array, ...], axes: int
     The blocks depend only on the shapes, so the results do not depend on the number of threads.
     """
     lead = arrays[0].shape[: arrays[0].ndim - axes]
-    size = max([x.size for x in arrays])
+    size = 0
+    for x in arrays:
+        size = max(size, x.size)
     if size < WORTHWHILE or not lead:
         return function(*arrays)
     if all(x.flags.c_contiguous for x in arrays):

@@ -50,12 +50,13 @@ def checked_options(
         _expect_pairs(mask, bias, sinks, sizes)
         if isinstance(bias, StructuredBias):
             options["bias_structure"], bias = bias.without_table(), bias.table
-        (options if isinstance(mask, StructuredMask) else arrays)["mask"] = mask
-        arrays |= {"bias": bias, "sinks": sinks}
+        if isinstance(mask, StructuredMask):
+            options["mask"], mask = mask, None
+        arrays |= {name: x for name, x in (("mask", mask), ("bias", bias), ("sinks", sinks)) if x is not None}
     if segment_ids is not None:
         arrays["q_segments"], arrays["k_segments"] = _checked_segments(segment_ids, sizes)
-    integers = {"q_offset": sizes.n_k - sizes.n_q if q_offset is None else q_offset, "key_lengths": key_lengths}
-    for name, x in {**integers, "seed": seed}.items():
+    q_offset = sizes.n_k - sizes.n_q if q_offset is None else q_offset
+    for name, x in (("q_offset", q_offset), ("key_lengths", key_lengths), ("seed", seed)):
         if x is not None:
             static = static_integer(name, x, () if name == "seed" else sizes.batch)
             (arrays if static is None else options)[name] = x if static is None else static
@@ -67,7 +68,7 @@ def checked_options(
         options["softcap"] = _checked_softcap(softcap)
     if seed is not None or not (type(dropout) is float and dropout == 0):
         options["dropout"] = _checked_dropout(dropout, seed)
-    return Arguments({name: x for name, x in arrays.items() if x is not None}, options)
+    return Arguments(arrays, options)
 
 
 def make_problem(
@@ -95,7 +96,7 @@ KEYWORDS = tuple(inspect.signature(checked_options).parameters)[1:]
 
 def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
     """Check that q, k and v fit together, and return their axis lengths; d_v is 0 without v."""
-    named = {"q": q, "k": k} | ({} if v is None else {"v": v})
+    named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     expect_one_dtype(**named)
     for name, x in named.items():
         expect_rank(name, x, 2)

@@ -98,7 +98,12 @@ def expect_arrays(**arrays: Array) -> None:
 
 def is_number(x: Any) -> bool:
     """Return whether a static argument is a real number of Python or NumPy; booleans do not count."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+    return type(x) is float or (isinstance(x, numbers.Real) and not isinstance(x, bool))
+
+
+def is_integer_number(x: Any) -> bool:
+    """Return whether a static argument is an integer of Python or NumPy; booleans do not count."""
+    return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
 
 
 def shown(x: Any) -> str:
@@ -109,14 +114,16 @@ def shown(x: Any) -> str:
 
 def _dtypes(arrays: Mapping[str, Array | None]) -> dict[str, str]:
     """Return the dtype names of the arrays that are not None; raise BackendMismatchError if one is no array."""
-    dtypes = {}
+    dtypes, last, found = {}, None, ""
     for name, x in arrays.items():
         if x is not None:
             try:
-                dtype, _ = x.dtype, x.shape
+                dtype, _ = x.dtype, x.ndim
             except Exception:  # a property may raise anything
                 raise _no_array(name, x) from None
-            dtypes[name] = dtype_name(dtype)
+            if dtype is not last:  # most calls have arrays of one dtype
+                last, found = dtype, dtype_name(dtype)
+            dtypes[name] = found
     return dtypes
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache, dtype_name
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import cast, widen
 from ..registry import owner
-from ._checks import expect_one_dtype, expect_rank, expect_shape, is_floating, is_integer, shown
+from ._checks import expect_one_dtype, expect_rank, expect_shape, is_floating, is_integer, is_integer_number, shown
 from ._dispatch import Operation, run, run_backward, run_with_cache
 from ._range import product, unit_of
 
@@ -229,7 +228,7 @@ def _check(
         expect_shape("weight", weight, (classes,))
     if reduction not in ("mean", "sum", "none"):
         raise ArgumentError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral)):
+    if ignore_index is not None and not is_integer_number(ignore_index):
         raise DTypeError(f"ignore_index: expected an integer or None, got {shown(ignore_index)}")
     if soft and ignore_index is not None:
         raise ArgumentError(f"ignore_index: expected None with labels that are probabilities, got {ignore_index}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 from ..backend import Array, Backend
 from ..errors import ArgumentError, ShapeError
 from ..kernels import cast, widen
-from ._checks import expect_one_dtype, expect_rank, expect_shape, is_number, shown
+from ._checks import expect_one_dtype, expect_rank, expect_shape, is_integer_number, is_number, shown
 from ._range import half_power, largest, low, product
 
 
@@ -116,7 +115,7 @@ def checked_norm(
     """Check the arguments of a normalisation, and return its arrays by name and its static arguments."""
     expect_one_dtype(x=x, **parameters)
     expect_rank("x", x, 1)
-    if isinstance(axes, bool) or not isinstance(axes, numbers.Integral) or not 1 <= axes <= x.ndim:
+    if not is_integer_number(axes) or not 1 <= axes <= x.ndim:
         raise ShapeError(f"axes: expected a number of last axes of x, from 1 to {x.ndim}, got {shown(axes)}")
     for name, parameter in parameters.items():
         if parameter is not None:

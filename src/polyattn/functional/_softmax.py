@@ -97,6 +97,6 @@ def checked_axis(x: Array, axis: int) -> dict[str, int]:
     """Check the arguments of softmax or its logarithm, and return the axis as a static argument."""
     expect_floating(x=x)
     expect_rank("x", x, 1)
-    if not isinstance(axis, numbers.Integral) or not -x.ndim <= axis < x.ndim:
+    if not isinstance(axis, int | numbers.Integral) or not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis: expected one of the {x.ndim} axes of x, got {shown(axis)}")
     return {"axis": int(axis)}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 import operator
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, ShapeError
+from ..functional._checks import is_integer_number
 
 INITS = ("xavier_uniform", "normal")
 
@@ -41,6 +41,6 @@ def initial_weight(rng: np.random.Generator, init: str, fan_in: int, fan_out: in
 def checked_sizes(**sizes: Any) -> tuple[int, ...]:
     """Check that sizes are positive integers, of Python or NumPy, and return them as Python integers."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+        if not is_integer_number(size) or size < 1:
             raise ShapeError(f"{name}: expected a positive integer, got {size!r}")
     return tuple(int(size) for size in sizes.values())
