@@ -24,7 +24,7 @@ from polyattn.backend import (
     constant_result,
 )
 
-from ._library import library
+from ._library import status
 from ._structures import BATCH_AXES, UNLIMITED, Attention, Integers
 from ._threads import thread_count
 from ._views import CODES, NAMES, address_of, batch_strides, code_of, empty, fill, readable, strides_of
@@ -33,6 +33,7 @@ __all__ = ["Arguments", "arguments", "kept_axes", "point_to", "refusal", "thread
 
 LIMIT = 2**38
 """Positions are at most this large, so that sums of a position, a length and a distance are exact."""
+NUMBERS = (float, int)
 WORTHWHILE = 4e6
 """Floating-point operations below which the library uses one thread anyhow."""
 ARRAYS = ("q", "k", "v", "out")
@@ -55,7 +56,7 @@ class Arguments(NamedTuple):
 @constant_result
 def missing() -> str | None:
     """Return why there is no library, or None."""
-    found = library()
+    found = status()
     return found if isinstance(found, str) else None
 
 
@@ -75,7 +76,7 @@ def refusal(problem: Problem) -> str | None:
         return f"the native library has no {problem.dtype}"
     if problem.dropout and _drops_all_or_none(concrete(problem.dropout)):
         return "a dropout that keeps or drops all weights is left to the generic kernel"
-    if not (isinstance(problem.scale, float | int) and isinstance(problem.softcap, float | int | None)):
+    if not isinstance(problem.scale, NUMBERS) or not (problem.softcap is None or isinstance(problem.softcap, NUMBERS)):
         return "a traced number is left to the generic kernel"
     if problem.rows is not None:
         return "a tile of a problem is left to the generic kernel"
@@ -125,7 +126,7 @@ def _shared(arrays: tuple[Array, ...], problem: Problem) -> Attention | None:
     if (
         problem.mask is not None or problem.bias is not None or problem.sinks is not None or problem.dropout
         or problem.q_segments is not None or not isinstance(problem.q_offset, int)
-        or not isinstance(problem.key_lengths, int | None)
+        or not (problem.key_lengths is None or isinstance(problem.key_lengths, int))
     ):  # fmt: skip
         return None
     q, k, v, out = arrays
@@ -205,8 +206,8 @@ def point_to(structure: Attention, q: Array, k: Array, v: Array, out: Array, lar
 
 def threads_of(problem: Problem) -> int:
     """Return the number of threads for a problem."""
-    sizes = problem.sizes
-    if 2.0 * math.prod(sizes.scores) * (sizes.d_k + sizes.d_v) < WORTHWHILE:
+    batch, heads, _, n_q, n_k, d_k, d_v = problem.sizes
+    if 2.0 * math.prod(batch) * heads * n_q * n_k * (d_k + d_v) < WORTHWHILE:
         return 1
     return thread_count(problem.backend.name)
 
@@ -290,7 +291,7 @@ def _fill_bias(
     return None
 
 
-def _hold(held: list[Array], x: Array) -> int:
+def _hold(held: list[Array], x: Array) -> int | None:
     """Keep an array for the time of the call, and return its address."""
     held.append(x)
     return address_of(x)

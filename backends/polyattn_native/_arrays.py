@@ -11,13 +11,11 @@ import numpy as np
 from polyattn.backend import Array
 
 from ._threads import thread_count
-from ._views import address_of
 
 __all__ = [
     "BFLOAT16",
     "CODES",
     "Layout",
-    "address",
     "aligned",
     "is_matrix",
     "is_whole",
@@ -94,11 +92,6 @@ def _regular(axes: list[tuple[int, int]]) -> bool:
 def aligned(x: Array | None) -> Array | None:
     """Return an array, or a copy if its elements are not aligned."""
     return x if x is None or x.flags.aligned else x.copy()
-
-
-def address(x: Array | None) -> int | None:
-    """Return the address of the first element, or None without an array."""
-    return None if x is None else address_of(x)
 
 
 def is_whole(p: Array | None, dtype: np.dtype[Any], size: int) -> bool:

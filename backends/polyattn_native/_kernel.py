@@ -26,11 +26,12 @@ from polyattn.backend import (
 from ._arguments import Arguments, arguments, kept_axes, point_to, refusal, threads_of
 from ._library import library, succeeded
 from ._structures import Attention, AttentionBackward, Status
-from ._views import NAMES, address_of, empty, empty_as, fill, readable, zeros
+from ._views import NAMES, empty, empty_as, empty_like, fill, pointers, readable, zeros
 
 __all__ = ["NativeKernel"]
 
 TILED = TiledKernel()
+WIDE = tuple(NAMES.values())
 
 
 class NativeKernel:
@@ -55,12 +56,12 @@ class NativeKernel:
             return TILED.forward(q, k, v, problem)
         q_, k_, v_ = readable(q), readable(k), readable(v)
         rows, threads = problem.sizes.scores[:-1], threads_of(problem)
-        wide = "float64" if problem.dtype == "float64" else "float32"
         out = empty_as(q_, (*rows, problem.sizes.d_v))
-        statistics = RowStatistics(empty(q_, rows, wide), empty(q_, rows, wide))
-        addresses = [address_of(x) for x in (q_, k_, v_, out, *statistics)]
+        largest = empty(q_, rows, None if problem.dtype in WIDE else "float32")
+        statistics = RowStatistics(largest, empty_like(largest))
         given = arguments(q_, k_, v_, out, problem)  # holds the arrays to which the structure points
-        if not succeeded(_forward_at()(given.structure, *addresses, threads)):
+        status = _forward_at()(given.structure, *pointers(q_, k_, v_, out), *pointers(*statistics), threads)
+        if not succeeded(status):
             return TILED.forward(q, k, v, problem)
         return out, statistics
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from polyattn.backend import Array
 
-from ._arrays import CODES, address, aligned, is_matrix, is_whole, is_wide, layout_of, wide
+from ._arrays import CODES, aligned, is_matrix, is_whole, is_wide, layout_of, wide
 from ._library import library, status, succeeded
 from ._structures import AdamWStep, Status
 from ._threads import thread_count
-from ._views import strides_of
+from ._views import address_of, memory_of, strides_of
 
 __all__ = ["operation", "operations"]
 
@@ -36,8 +36,10 @@ def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
     if function is None:
         return None
     results = function(*arrays, **options)
-    if results is None and not all(x is None or x.flags.aligned for x in arrays):
-        return function(*map(aligned, arrays), **options)
+    if results is None:
+        for x in arrays:
+            if x is not None and not x.flags.aligned:
+                return function(*map(aligned, arrays), **options)
     return results
 
 
@@ -136,7 +138,7 @@ class Operations:
         dtype, rows, n, steps, threads = layout
         y = np.empty(x.shape, x.dtype)
         done = self._activation(
-            dtype, activation, threads, rows, n, address(x), steps[0], address(up), steps[-1], address(y)
+            dtype, activation, threads, rows, n, address_of(x), steps[0], address_of(up), steps[-1], memory_of(y)
         )
         return y if succeeded(done) else None
 
@@ -147,8 +149,8 @@ class Operations:
         dtype, rows, n, steps, threads = layout
         dx = np.empty(x.shape, x.dtype)
         done = self._activation_backward(
-            dtype, activation, threads, rows, n, address(dy), steps[0], address(x), steps[1], NULL, 0, address(dx),
-            NULL,
+            dtype, activation, threads, rows, n, address_of(dy), steps[0], address_of(x), steps[1], NULL, 0,
+            memory_of(dx), NULL,
         )  # fmt: skip
         return dx if succeeded(done) else None
 
@@ -159,8 +161,8 @@ class Operations:
         dtype, rows, n, steps, threads = layout
         dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
         done = self._activation_backward(
-            dtype, activation, threads, rows, n, address(dy), steps[0], address(gate), steps[1], address(up),
-            steps[2], address(dgate), address(dup),
+            dtype, activation, threads, rows, n, address_of(dy), steps[0], address_of(gate), steps[1], address_of(up),
+            steps[2], memory_of(dgate), memory_of(dup),
         )  # fmt: skip
         return (dgate, dup) if succeeded(done) else None
 
@@ -184,7 +186,7 @@ class Operations:
             return None
         dtype, rows, n, steps, threads = layout
         y = np.empty(x.shape, x.dtype)
-        done = self._softmax(dtype, logarithm, threads, rows, n, address(x), steps[0], address(y))
+        done = self._softmax(dtype, logarithm, threads, rows, n, address_of(x), steps[0], memory_of(y))
         return y if succeeded(done) else None
 
     def _normalised_backward(self, logarithm: int, dy: Array, y: Array, axis: int) -> Array | None:
@@ -194,7 +196,7 @@ class Operations:
         dtype, rows, n, steps, threads = layout
         dx = np.empty(y.shape, y.dtype)
         done = self._softmax_backward(
-            dtype, logarithm, threads, rows, n, address(dy), steps[0], address(y), steps[1], address(dx)
+            dtype, logarithm, threads, rows, n, address_of(dy), steps[0], address_of(y), steps[1], memory_of(dx)
         )
         return dx if succeeded(done) else None
 
@@ -234,8 +236,8 @@ class Operations:
         if centred and not (weight is None and bias is None and x.dtype == of_sums):
             xhat = np.empty(x.shape, of_sums)
         done = self._norm(
-            dtype, centred, threads, rows, n, eps, address(x), step, address(weight), address(bias), address(y),
-            NULL if xhat is y else address(xhat), address(root),
+            dtype, centred, threads, rows, n, eps, address_of(x), step, address_of(weight), address_of(bias),
+            memory_of(y), NULL if xhat is y else memory_of(xhat), memory_of(root),
         )  # fmt: skip
         return (y, xhat, root) if succeeded(done) else None
 
@@ -255,14 +257,17 @@ class Operations:
         wanted = (dweight is not None) + (dbias is not None)
         parts = np.empty(wanted * self._norm_parts(rows, n), of_sums) if wanted else None
         done = self._norm_backward(
-            dtype, centred, threads, rows, n, address(dy), steps[0], address(x), n if apart else steps[1],
-            address(root), address(weight), address(dx), address(dweight), address(dbias), address(parts),
+            dtype, centred, threads, rows, n, address_of(dy), steps[0], address_of(x), n if apart else steps[1],
+            address_of(root), address_of(weight), memory_of(dx), address_of(dweight), address_of(dbias),
+            address_of(parts),
         )  # fmt: skip
         return (dx, dweight, dbias) if succeeded(done) else None
 
     # ---- linear maps ---------------------------------------------------------------------------------------------
 
     def linear(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
+        if x.size < ROWS * weight.shape[0]:
+            return None
         y = self._product(_rows(x, weight.shape[0]), weight, bias)
         return None if y is None else y.reshape(*x.shape[:-1], weight.shape[1])
 
@@ -288,8 +293,8 @@ class Operations:
             return None
         y = np.empty((m, n), a.dtype)
         done = self._matmul(
-            CODES[a.dtype], thread_count(self._backend), m, k, n, address(a), *strides_of(a), address(b),
-            *strides_of(b), address(bias), address(y),
+            CODES[a.dtype], thread_count(self._backend), m, k, n, address_of(a), *strides_of(a), address_of(b),
+            *strides_of(b), address_of(bias), memory_of(y),
         )  # fmt: skip
         return y if succeeded(done) else None
 
@@ -299,7 +304,7 @@ class Operations:
             return None
         total = np.empty(layout.n, x.dtype)
         done = self._sum_rows(
-            layout.dtype, layout.threads, layout.rows, layout.n, address(x), layout.steps[0], address(total)
+            layout.dtype, layout.threads, layout.rows, layout.n, address_of(x), layout.steps[0], memory_of(total)
         )
         return total if succeeded(done) else None
 
@@ -315,7 +320,7 @@ class Operations:
         if layout is None or layout.rows != 1 or not (step.inside == 0 or squares[0] <= step.inside <= squares[1]):
             return None
         updated = np.empty(theta.shape, theta.dtype), np.empty(theta.shape, theta.dtype), np.empty_like(square)
-        inputs = (ctypes.c_void_p * 4)(*map(address, (theta, grad, mean, square)))
-        outputs = (ctypes.c_void_p * 3)(*map(address, updated))
+        inputs = (ctypes.c_void_p * 4)(*map(address_of, (theta, grad, mean, square)))
+        outputs = (ctypes.c_void_p * 3)(*map(address_of, updated))
         done = self._adamw(layout.dtype, layout.threads, layout.n, step, inputs, outputs)
         return updated if succeeded(done) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,10 @@ __all__ = [
     "code_of",
     "empty",
     "empty_as",
+    "empty_like",
     "fill",
+    "memory_of",
+    "pointers",
     "readable",
     "strides_of",
     "zeros",
@@ -31,18 +35,29 @@ CODES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 """``enum DType`` of cpp/abi.h."""
 NAMES = {0: "float32", 1: "float64"}
 DTYPES = {name: np.dtype(name) for name in NAMES.values()}
-MEMORY = ctypes.c_char * 0
+memory_of: Callable[[Array], Any] = (ctypes.c_char * 0).from_buffer
+"""Returns the memory of a writable and contiguous NumPy array, such as a new one, as an argument of a function."""
 AXES = ("head", "row", "feature")
 
 
-def address_of(x: Array) -> int:
-    """Return the address of the first element."""
+def address_of(x: Array | None) -> int | None:
+    """Return the address of the first element, or None without an array."""
     if not isinstance(x, np.ndarray):
-        return int(x.data_ptr())
+        return None if x is None else int(x.data_ptr())
     try:
-        return ctypes.addressof(MEMORY.from_buffer(x))  # type: ignore[arg-type]  # an array is a writable buffer
+        return ctypes.addressof(memory_of(x))
     except (TypeError, ValueError, BufferError):  # read-only or not contiguous: five times slower
         return int(x.ctypes.data)
+
+
+def pointers(*arrays: Array) -> list[Any]:
+    """Return the addresses of arrays of one library as arguments of a function."""
+    if not isinstance(arrays[0], np.ndarray):
+        return [x.data_ptr() for x in arrays]
+    try:
+        return [memory_of(x) for x in arrays]
+    except (TypeError, ValueError, BufferError):  # as above
+        return [x.ctypes.data for x in arrays]
 
 
 def strides_of(x: Array) -> tuple[int, ...]:
@@ -90,6 +105,15 @@ def empty_as(like: Array, shape: tuple[int, ...]) -> Array:
 
     order = sorted(range(len(shape)), key=like.stride().__getitem__, reverse=True)
     return torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
+
+
+def empty_like(x: Array) -> Array:
+    """Return an uninitialised array of the library, shape and dtype of another one."""
+    if isinstance(x, np.ndarray):
+        return np.empty_like(x)
+    import torch
+
+    return torch.empty_like(x)
 
 
 def zeros(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
