@@ -159,21 +159,19 @@ class JaxBackend(Backend):
         """Use JAX's scatter-add."""
         return x.at[index].add(value)
 
+    def follows(self, *arrays: Array | None) -> bool:
+        """Return whether any of the arrays is traced."""
+        tracer = _jax().core.Tracer
+        return any(isinstance(x, tracer) for x in arrays)
+
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array]:
-        """Define the gradients and tangents for JAX if any input is traced; else call ``forward`` alone."""
-        tracer = _jax().core.Tracer
+        """Define the gradients and tangents for JAX."""
+        from ._differentiable import differentiable
+        from ._placed import alike
 
-        def call(*arrays: Array) -> Array:
-            if not any(isinstance(x, tracer) for x in arrays):
-                return forward(*arrays)[0]
-            from ._differentiable import differentiable
-            from ._placed import alike
-
-            return differentiable(forward, backward)(*alike(*arrays))
-
-        return call
+        return lambda *arrays: differentiable(forward, backward)(*alike(*arrays))
 
     def synchronize(self, *arrays: Array) -> None:
         """Wait for JAX's asynchronous dispatch."""

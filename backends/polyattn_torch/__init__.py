@@ -11,7 +11,8 @@ import numpy as np
 from polyattn.backend import READY, Array, ArrayState, Backend, BackendMismatchError, DTypeError, Kernel, dtype_name
 from polyattn_native import note
 
-from ._modes import COMPILED, PLAIN, RECORDED, ignore_our_log, transformed
+from ._modes import COMPILED, PLAIN, RECORDED, ignore_our_log
+from ._tracing import requires_grad, transformed
 
 __all__ = ["backend"]
 
@@ -154,8 +155,11 @@ class TorchBackend(Backend):
         """Record no autograd graph, and disable autocast, which would lower the precision."""
         import torch
 
-        lowered = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
-        return _as_written(lowered) if lowered else torch.no_grad()
+        if torch._C._is_any_autocast_enabled():
+            lowered = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
+            return _as_written(lowered)
+        recording: contextlib.AbstractContextManager[Any] = torch.set_grad_enabled(False)  # faster than torch.no_grad
+        return recording
 
     def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
         """Compute it by the native library, if it has a kernel for these tensors, and torch does not trace."""
@@ -163,9 +167,9 @@ class TorchBackend(Backend):
 
         if torch.compiler.is_compiling():
             return None
-        from ._pointwise import operation
+        import polyattn_torch._pointwise as pointwise  # not ``from``, as above
 
-        return operation(name, *arrays, **options)
+        return pointwise.operation(name, *arrays, **options)
 
     def cond(self, predicate: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         """Run the branch that the predicate selects; for a traced predicate both, for a meta tensor ``if_true``."""
@@ -201,13 +205,21 @@ class TorchBackend(Backend):
         """Use ``torch.Tensor.index_add``."""
         return x.index_add(0, index, value)
 
+    def follows(self, *arrays: Array | None) -> bool:
+        """Return whether any of the tensors requires gradients, or torch.compile traces a transform of torch.func."""
+        import torch
+
+        if torch.compiler.is_compiling() and transformed():
+            return True
+        return torch.is_grad_enabled() and requires_grad(arrays)
+
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array]:
-        """Record the pair as one autograd node if any input requires gradients."""
-        from ._autograd import apply
+        """Record the pair as one autograd node."""
+        import polyattn_torch._autograd as nodes  # ``from`` would take longer than a small forward's checks
 
-        return lambda *arrays: apply(self.scope, forward, backward, arrays)
+        return lambda *arrays: nodes.apply(self.scope, forward, backward, arrays)
 
     def synchronize(self, *arrays: Array) -> None:
         """Wait for the devices of the arrays."""

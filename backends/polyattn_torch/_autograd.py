@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from polyattn.backend import flatten
 
-from ._modes import transformed
+from ._tracing import transformed
 
 
 @dataclass
@@ -35,33 +35,18 @@ class _Call:
         return grads
 
 
-class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
-    """``y = forward(*arrays)[0]``; the saved arrays are further outputs, so that torch.func can transform them."""
-
-    generate_vmap_rule = True
+class _Node(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
+    """``y = forward(*arrays)[0]``."""
 
     @staticmethod
-    def forward(call: _Call, *arrays: Any) -> Any:
+    def forward(ctx: Any, call: _Call, *arrays: Any) -> Any:
         with call.scope():
             y, held = call.run(*arrays)
-        # A saved array may be y or an input; as a separate output without a gradient it must be another tensor.
-        return y, *(s.detach() for s in held)
+        _keep(ctx, call, y, held, arrays)
+        return y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.call, *arrays = inputs
-        y, *held = output
-        ctx.saved_count, ctx.array_count = len(held), len(arrays)
-        ctx.mark_non_differentiable(*held)
-        if forward_ad._current_level < 0:
-            ctx.save_for_backward(*held, *arrays)
-        else:  # these tensors stay in memory as long as the node, so save them only in forward mode
-            kept = (*held, *arrays, torch.zeros_like(y))
-            ctx.save_for_backward(*kept)
-            ctx.save_for_forward(*kept)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any, *_: Any) -> Any:
+    def backward(ctx: Any, dy: Any) -> Any:
         call, tensors, create_graph = ctx.call, ctx.saved_tensors, torch.is_grad_enabled()
         with call.scope():
             if not create_graph:
@@ -81,7 +66,50 @@ class _Pair(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to t
             return tuple(dxs[i] for i in moved)
 
         _, transpose = torch.func.vjp(grads, zero)
-        return (*transpose(tuple(tangents[i] for i in moved)), *(None for _ in held))
+        (dy,) = transpose(tuple(tangents[i] for i in moved))
+        return dy
+
+
+class _Transformed(torch.autograd.Function):  # type: ignore[misc]  # as above
+    """The same node for torch.func: the saved arrays are further outputs, so that a transform applies to them.
+
+    This form of a node takes three times as long to call.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *arrays: Any) -> Any:
+        with call.scope():
+            y, held = call.run(*arrays)
+        # A saved array may be y or an input; as a separate output without a gradient it must be another tensor.
+        return y, *(s.detach() for s in held)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        call, *arrays = inputs
+        y, *held = output
+        ctx.mark_non_differentiable(*held)
+        _keep(ctx, call, y, held, arrays)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, *_: Any) -> Any:
+        return _Node.backward(ctx, dy)
+
+    @staticmethod
+    def jvp(ctx: Any, _call: Any, *tangents: Any) -> Any:
+        return _Node.jvp(ctx, _call, *tangents), *(None for _ in range(ctx.saved_count))
+
+
+def _keep(ctx: Any, call: _Call, y: Any, held: Any, arrays: Any) -> None:
+    """Save the arrays for the backward: those of the forward's record, and the inputs."""
+    ctx.call, ctx.saved_count, ctx.array_count = call, len(held), len(arrays)
+    if forward_ad._current_level < 0:
+        ctx.save_for_backward(*held, *arrays)
+    else:  # these tensors stay in memory as long as the node, so save them only in forward mode
+        kept = (*held, *arrays, torch.zeros_like(y))
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
 
 
 class _Traced(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
@@ -105,16 +133,14 @@ class _Traced(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 def apply(
     scope: Callable[[], Any], forward: Callable[..., Any], backward: Callable[..., Any], arrays: tuple[Any, ...]
 ) -> Any:
-    """Run the pair as an autograd node; if no input requires gradients, run only the forward, without a graph."""
-    if torch.compiler.is_compiling() and transformed():  # torch.func differentiates the formula: no node is needed
-        recording = torch.is_grad_enabled()
-        with scope(), torch.set_grad_enabled(recording):
-            return forward(*arrays)[0]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays):
-        if torch.compiler.is_compiling():
-            return _Traced.apply(scope, forward, backward, *distinct(arrays))
-        return _Pair.apply(_Call(scope, forward, backward), *arrays)[0]
-    with scope():
+    """Run the pair as an autograd node."""
+    if not torch.compiler.is_compiling():
+        call = _Call(scope, forward, backward)
+        return _Transformed.apply(call, *arrays)[0] if transformed() else _Node.apply(call, *arrays)
+    if not transformed():
+        return _Traced.apply(scope, forward, backward, *distinct(arrays))
+    recording = torch.is_grad_enabled()
+    with scope(), torch.set_grad_enabled(recording):  # torch.func differentiates the formula: no node is needed
         return forward(*arrays)[0]
 
 

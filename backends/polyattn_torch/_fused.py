@@ -17,38 +17,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._C import _functorch
-from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, allowed_in, statistics_of_lse
 
 from ._kernel import Part, varies
-from ._modes import transformed
 from ._operations import operation
 
-__all__ = ["backward", "forward", "opaque"]
+__all__ = ["backward", "forward"]
 
 LARGE = 1e38  # below the largest float32
 SMALL = {"float16": 1024.0, "bfloat16": 1024.0, "float32": 16.0, "float64": 16.0}
 """The largest log-sum-exp, by dtype of the inputs, with a negligible rounding error: below 5e-7 for float32."""
-
-
-def opaque(*arrays: Array | None) -> bool:
-    """Return whether torch traces, transforms or differentiates any of the arrays."""
-    given = [x for x in arrays if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return True
-    if torch.compiler.is_compiling():
-        return transformed()
-    in_transform = _functorch.maybe_current_level() is not None
-    if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
-        return True
-    return any(
-        (in_transform and _functorch.is_functorch_wrapped_tensor(x))
-        or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        for x in given
-    )
 
 
 class Layout:

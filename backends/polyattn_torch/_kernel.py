@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, TiledKernel
 
+from ._tracing import opaque
+
 __all__ = ["FusedKernel", "Part", "parts", "varies"]
 
 TILED = TiledKernel()
@@ -62,7 +64,7 @@ class FusedKernel:
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the fused forward on each part; if a result is not finite or torch traces, the generic kernel."""
-        from ._fused import forward, opaque
+        from ._fused import forward
 
         result = None if opaque(q, k, v) else forward(q, k, v, problem, parts(problem))
         return TILED.forward(q, k, v, problem) if result is None else result
@@ -72,7 +74,7 @@ class FusedKernel:
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
         """Run the fused backward on each part, with out and log-sum-exp of the whole rows; else the generic kernel."""
-        from ._fused import backward, opaque
+        from ._fused import backward
 
         arrays = (dout, dlse, q, k, v, out)
         opaque_ = opaque(*arrays, *statistics)

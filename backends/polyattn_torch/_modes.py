@@ -7,24 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from polyattn.backend import Array, AttentionGrads, Kernel, Problem, RowStatistics, TiledKernel
+from polyattn.backend import Array, AttentionGrads, Kernel, Problem, RowStatistics, TiledKernel, constant_result
 from polyattn_native import NativeKernel
 
 from ._kernel import FusedKernel
+from ._tracing import opaque
 
-__all__ = ["COMPILED", "PLAIN", "RECORDED", "ignore_our_log", "transformed"]
-
-
-def _opaque(*arrays: Array | None) -> bool:
-    """Return whether torch traces, transforms or differentiates any of the arrays."""
-    import torch
-
-    from ._fused import opaque
-
-    return bool(torch.compiler.is_compiling() or opaque(*arrays))
+__all__ = ["COMPILED", "PLAIN", "RECORDED", "ignore_our_log"]
 
 
-NATIVE, FUSED, TILED = NativeKernel(_opaque), FusedKernel(), TiledKernel()
+NATIVE, FUSED, TILED = NativeKernel(opaque), FusedKernel(), TiledKernel()
 
 
 class Recorded:
@@ -86,20 +78,8 @@ RECORDED: Sequence[Kernel] = (Recorded(NATIVE), Recorded(FUSED), Recorded(TILED)
 COMPILED: Sequence[Kernel] = (Compiled(NATIVE), Compiled(FUSED), Compiled(TILED))
 
 
+@constant_result
 def ignore_our_log() -> None:
     """Make torch.compile ignore polyattn's log messages, which would break the graph."""
     config: Any = sys.modules["torch._dynamo.config"]
     getattr(config, "ignore_logging_functions", config.ignore_logger_methods).add(logging.getLogger("polyattn").debug)
-
-
-def transformed() -> bool:
-    """Return whether a transform of torch.func is active."""
-    from torch._C import _functorch
-
-    return _functorch.maybe_current_level() is not None
-
-
-# What torch.compiler.assume_constant_result does; to call that would import the compiler.
-SETTLED: tuple[Any, ...] = (ignore_our_log, transformed)
-for function in SETTLED:
-    function._dynamo_marked_constant = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import distributed
 from polyattn.backend import Array
 from polyattn_native import BFLOAT16, operations
 
-from ._fused import opaque
+from ._tracing import opaque
 
 __all__ = ["operation"]
 
@@ -24,10 +25,15 @@ def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
     The library gets views of the tensors' memory as NumPy arrays.
     """
     function = operations("torch").get(name)
-    if function is None or not all(x is None or _plain(x) for x in arrays) or opaque(*arrays):
+    if function is None or opaque(*arrays):
         return None
-    results = function(*map(_memory, arrays), **options)
-    return tuple(map(_tensor, results)) if isinstance(results, tuple) else _tensor(results)
+    for x in arrays:
+        if x is not None and not _plain(x):
+            return None
+    # A tensor that numpy() viewed cannot be resized any more, which is how FSDP frees parameters.
+    shared = distributed.is_available() and distributed.is_initialized()
+    results = function(*[_memory(x, np.from_dlpack if shared else torch.Tensor.numpy) for x in arrays], **options)
+    return tuple([_tensor(x) for x in results]) if isinstance(results, tuple) else _tensor(results)
 
 
 def _plain(x: torch.Tensor) -> bool:
@@ -35,15 +41,12 @@ def _plain(x: torch.Tensor) -> bool:
     return x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_neg()
 
 
-def _memory(x: torch.Tensor | None) -> Any:
+def _memory(x: torch.Tensor | None, view: Callable[[torch.Tensor], Any]) -> Any:
     """Return the memory of a tensor as an array, the bits of bfloat16 numbers as integers."""
     if x is None:
         return None
-    x = x.detach()
-    x = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
-    # A tensor that numpy() viewed cannot be resized any more, which is how FSDP frees parameters.
-    shared = distributed.is_available() and distributed.is_initialized()
-    return np.from_dlpack(x) if shared else x.numpy()
+    x = x.detach() if x.requires_grad else x
+    return view(x.view(torch.int16) if x.dtype is torch.bfloat16 else x)
 
 
 def _tensor(x: Any) -> torch.Tensor | None:

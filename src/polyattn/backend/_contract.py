@@ -253,6 +253,13 @@ class Backend:
         flat = xp.reshape(value, (value.shape[0], math.prod(value.shape[1:])))
         return xp.add(x, xp.reshape(xp.matmul(chosen, flat), x.shape))
 
+    def follows(self, *arrays: Array | None) -> bool:
+        """Return whether the library's automatic differentiation may follow any of the arrays of a call.
+
+        If not, the forward is called alone. The fallback is true for every array if :meth:`differentiable` is defined.
+        """
+        return type(self).differentiable is not Backend.differentiable
+
     def differentiable(
         self, forward: Callable[..., tuple[Array, Any]], backward: Callable[[Array, Any], tuple[Any, ...]]
     ) -> Callable[..., Array] | None:

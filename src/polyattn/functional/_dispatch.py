@@ -86,7 +86,19 @@ def compute(
 
     ``backward(backend, dy, saved)`` returns gradients by name, for some or all of the arrays.
     """
-    names = tuple(arrays)
+    if native.follows(*arrays.values()):
+        differentiable = flat(native, forward, backward, tuple(arrays), options)
+        if differentiable is not None:
+            return differentiable(*arrays.values())
+    with native.scope():
+        return forward(native, **arrays, **options)[0]
+
+
+def flat(
+    native: Backend, forward: Callable[..., tuple[Array, Any]], backward: Callable[..., Any], names: tuple[str, ...],
+    options: Mapping[str, Any],
+) -> Callable[..., Array] | None:  # fmt: skip
+    """Return a native forward as a function of arrays alone that the library can differentiate, or None."""
 
     def flat_forward(*xs: Array) -> tuple[Array, Any]:
         return forward(native, **dict(zip(names, xs, strict=True)), **options)
@@ -96,11 +108,7 @@ def compute(
         grads = grads if isinstance(grads, dict) else grads._asdict()
         return tuple(grads.get(name) for name in names)
 
-    differentiable = native.differentiable(flat_forward, flat_backward)
-    if differentiable is not None:
-        return differentiable(*arrays.values())
-    with native.scope():
-        return forward(native, **arrays, **options)[0]
+    return native.differentiable(flat_forward, flat_backward)
 
 
 # ---- select and move ---------------------------------------------------------------------------------------------
