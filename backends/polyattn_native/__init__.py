@@ -1,4 +1,4 @@
-"""Attention and other operations on the CPU in C++, which the backends of numpy and torch put before their own.
+"""Attention and other operations on the CPU in C++, which the backends put before their own.
 
 The package is optional: without a library for this machine :func:`status` gives the reason, and every backend
 computes as it would without this package.
@@ -6,9 +6,26 @@ computes as it would without this package.
 
 from __future__ import annotations
 
+from ._arguments import refusal
 from ._arrays import BFLOAT16
+from ._foreign import ForeignCall, constants, foreign_call
 from ._kernel import NativeKernel
 from ._library import Library, library, note, status
 from ._pointwise import operation, operations
+from ._threads import thread_count
 
-__all__ = ["BFLOAT16", "Library", "NativeKernel", "library", "note", "operation", "operations", "status"]
+__all__ = [
+    "BFLOAT16",
+    "ForeignCall",
+    "Library",
+    "NativeKernel",
+    "constants",
+    "foreign_call",
+    "library",
+    "note",
+    "operation",
+    "operations",
+    "refusal",
+    "status",
+    "thread_count",
+]

@@ -29,11 +29,22 @@ from ._structures import BATCH_AXES, UNLIMITED, Attention, Integers
 from ._threads import thread_count
 from ._views import CODES, NAMES, address_of, batch_strides, code_of, empty, fill, readable, strides_of
 
-__all__ = ["Arguments", "arguments", "kept_axes", "point_to", "refusal", "threads_of"]
+__all__ = [
+    "LIMIT",
+    "Arguments",
+    "arguments",
+    "blocks_of",
+    "fill_numbers",
+    "kept_axes",
+    "masks_of",
+    "point_to",
+    "prefixes_of",
+    "refusal",
+    "threads_of",
+]
 
 LIMIT = 2**38
 """Positions are at most this large, so that sums of a position, a length and a distance are exact."""
-NUMBERS = (float, int)
 WORTHWHILE = 4e6
 """Floating-point operations below which the library uses one thread anyhow."""
 ARRAYS = ("q", "k", "v", "out")
@@ -61,11 +72,11 @@ def missing() -> str | None:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why the library does not support a problem, or None."""
+    """Return why the library does not support a problem, or None; numbers may be traced."""
     reason = missing()
     if reason is not None:
         return reason
-    if problem.device not in (None, "cpu"):
+    if problem.device is not None and problem.device.partition(":")[0] != "cpu":
         return f"the native library computes on the CPU, not on {problem.device}"
     sizes = problem.sizes
     if len(sizes.batch) > BATCH_AXES and sum(n != 1 for n in sizes.batch) > BATCH_AXES:
@@ -76,8 +87,6 @@ def refusal(problem: Problem) -> str | None:
         return f"the native library has no {problem.dtype}"
     if problem.dropout and _drops_all_or_none(concrete(problem.dropout)):
         return "a dropout that keeps or drops all weights is left to the generic kernel"
-    if not isinstance(problem.scale, NUMBERS) or not (problem.softcap is None or isinstance(problem.softcap, NUMBERS)):
-        return "a traced number is left to the generic kernel"
     if problem.rows is not None:
         return "a tile of a problem is left to the generic kernel"
     return _refused_structure(problem) if problem.structured else None
@@ -100,18 +109,18 @@ def _refused_structure(problem: Problem) -> str | None:
     if isinstance(bias, AlibiBias) and _are_steep(concrete(bias.slopes)):
         return "slopes so steep that a bias may overflow are left to the generic kernel"
     if isinstance(problem.mask, StructuredMask):
-        kinds = [type(mask) for mask in _masks(problem.mask)]
+        kinds = [type(mask) for mask in masks_of(problem.mask)]
         if any(kind not in (BlockMask, PrefixMask) for kind in kinds) or len(set(kinds)) != len(kinds):
             return "other masks than one block mask and one prefix mask are left to the generic kernel"
     return None
 
 
-def _masks(mask: StructuredMask) -> Iterator[StructuredMask]:
-    """Yield the masks of which all must allow a pair."""
+def masks_of(mask: Array | None) -> Iterator[StructuredMask]:
+    """Yield the structured masks of which all must allow a pair."""
     if isinstance(mask, BothMasks):
-        yield from _masks(mask.one)
-        yield from _masks(mask.other)
-    else:
+        yield from masks_of(mask.one)
+        yield from masks_of(mask.other)
+    elif isinstance(mask, StructuredMask):
         yield mask
 
 
@@ -148,7 +157,7 @@ def _numbers_only(
 ) -> Attention:  # fmt: skip
     structure, kept = Attention(), kept_axes(sizes.batch)
     reach = (window[0], 0) if causal else window
-    _fill_numbers(structure, CODES[dtype], sizes, scale, softcap, reach, q_offset, key_lengths)
+    fill_numbers(structure, CODES[dtype], sizes, scale, softcap, reach, q_offset, key_lengths)
     for name, strides, shape in zip(ARRAYS, *layout[:2], strict=True):
         _fill_layout(getattr(structure, name), shape, tuple(step // layout[2] for step in strides), kept)
     return structure
@@ -170,7 +179,7 @@ def _filled(arrays: tuple[Array, ...], problem: Problem) -> Arguments:
         lengths if isinstance(lengths, int) else None,
     )  # fmt: skip
     q = arrays[0]
-    _fill_numbers(structure, code_of(q), problem.sizes, *numbers)
+    fill_numbers(structure, code_of(q), problem.sizes, *numbers)
     for name, x in zip(ARRAYS, arrays, strict=True):
         _fill_layout(getattr(structure, name), x.shape, strides_of(x), kept)
     held: list[Array] = []
@@ -212,7 +221,7 @@ def threads_of(problem: Problem) -> int:
     return thread_count(problem.backend.name)
 
 
-def _fill_numbers(
+def fill_numbers(
     structure: Attention, dtype: int, sizes: Sizes, scale: float, softcap: float | None,
     reach: tuple[int | None, int | None], q_offset: int, key_lengths: int | None,
 ) -> None:  # fmt: skip
@@ -249,14 +258,14 @@ def _fill_masks(structure: Attention, problem: Problem, kept: tuple[int, ...], h
     """Set all that excludes pairs, apart from positions."""
     mask = problem.mask
     if isinstance(mask, StructuredMask):
-        for part in _masks(mask):
+        for part in masks_of(mask):
             if isinstance(part, BlockMask):
-                blocks = _blocks(part.bits, part.grid)
+                blocks = blocks_of(part.bits, part.grid)
                 fill(structure.blocks, blocks, kept)
                 structure.block_q, structure.block_k = part.block_size
                 held.append(blocks)
             elif isinstance(part, PrefixMask):
-                lengths = np.asarray(part.lengths, dtype=np.int64).reshape(part.axes)
+                lengths = prefixes_of(part)
                 _fill_integers(structure.prefix, lengths, kept, held)
     elif mask is not None:
         mask = readable(mask)
@@ -309,8 +318,13 @@ def _int64(x: Any) -> Any:
     return np.asarray(np.clip(values, -LIMIT, LIMIT))
 
 
+def prefixes_of(mask: PrefixMask) -> Any:
+    """Return the lengths of prefixes as an array."""
+    return np.asarray(mask.lengths, dtype=np.int64).reshape(mask.axes)
+
+
 @functools.lru_cache(maxsize=16)
-def _blocks(bits: bytes, grid: tuple[int, ...]) -> Any:
+def blocks_of(bits: bytes, grid: tuple[int, ...]) -> Any:
     """Return the blocks of a block mask as bytes."""
     unpacked = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=math.prod(grid))
     return np.ascontiguousarray(unpacked.reshape(grid))

@@ -30,6 +30,7 @@ from ._views import NAMES, empty, empty_as, empty_like, fill, pointers, readable
 
 __all__ = ["NativeKernel"]
 
+NUMBERS = (float, int)
 TILED = TiledKernel()
 WIDE = tuple(NAMES.values())
 
@@ -48,7 +49,12 @@ class NativeKernel:
 
     def supports(self, problem: Problem) -> str | None:
         """Support what the library can compute, if there is one for this machine."""
-        return refusal(problem)
+        reason = refusal(problem)
+        if reason is not None:
+            return reason
+        if isinstance(problem.scale, NUMBERS) and (problem.softcap is None or isinstance(problem.softcap, NUMBERS)):
+            return None
+        return "a traced number is left to the generic kernel"
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the forward of the library; the generic kernel if it is in doubt, or if torch traces."""

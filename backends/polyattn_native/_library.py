@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,14 +115,18 @@ def succeeded(status: int) -> bool:
     return status == 0
 
 
-def note(backend: str) -> str:
-    """Return a line for users: the kernels and threads for the arrays of a backend, or why there are none."""
+def note(backend: str, missing: Callable[[], str | None] = lambda: None) -> str:
+    """Return a line for users: the kernels and threads for the arrays of a backend, or why there are none.
+
+    ``missing()`` is the backend's own reason why it cannot use the library, or None.
+    """
     try:
         found, threads = status(), thread_count(backend)
+        reason = found if isinstance(found, str) else missing()
     except (ArgumentError, BackendUnavailableError) as error:
         return f"no native kernels: {error}"
-    if isinstance(found, str):
-        return f"no native kernels: {found}"
+    if isinstance(found, str) or reason is not None:
+        return f"no native kernels: {reason}"
     return f"native kernels for {found.instruction_set}, {threads} thread{'s' * (threads > 1)}"
 
 

@@ -31,16 +31,27 @@ VARIABLE = "POLYATTN_NUM_THREADS"
 def thread_count(backend: str) -> int:
     """Return the number of threads for arrays of a backend: that of its library, at most POLYATTN_NUM_THREADS.
 
-    For torch's tensors the number is that of ``torch.set_num_threads``, else that of NumPy's BLAS; so a limit of
-    threadpoolctl, or OPENBLAS_NUM_THREADS, applies too.
+    For torch's tensors the number is that of ``torch.set_num_threads``, for JAX's arrays that of XLA's pool, else that
+    of NumPy's BLAS; so a limit of threadpoolctl, or OPENBLAS_NUM_THREADS, applies too.
     """
-    allowed = int(sys.modules["torch"].get_num_threads()) if backend == "torch" else blas_threads()
+    if backend == "torch":
+        allowed = int(sys.modules["torch"].get_num_threads())
+    else:
+        allowed = _xla_threads() if backend == "jax" else blas_threads()
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return allowed
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise ArgumentError(f"{VARIABLE}: expected a number of threads, 1 or more, got {text!r}")
     return min(int(text), allowed)
+
+
+def _xla_threads() -> int:
+    """Return the number of threads that XLA gives its pool on the CPU."""
+    text = os.environ.get("NPROC", "")
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def blas_threads() -> int:

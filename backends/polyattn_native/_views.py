@@ -15,6 +15,7 @@ from ._structures import BATCH_AXES
 from ._structures import Array as View
 
 __all__ = [
+    "AXES",
     "CODES",
     "NAMES",
     "address_of",
@@ -24,6 +25,7 @@ __all__ = [
     "empty_as",
     "empty_like",
     "fill",
+    "lay_out",
     "memory_of",
     "pointers",
     "readable",
@@ -127,7 +129,13 @@ def fill(view: View, x: Array, kept: tuple[int, ...], axes: tuple[str, ...] = AX
     ``kept`` are the batch axes that the call has, as negative indices into the batch.
     """
     view.data = address_of(x)
-    shape, strides = x.shape, strides_of(x)
+    lay_out(view, x.shape, strides_of(x), kept, axes)
+
+
+def lay_out(
+    view: View, shape: tuple[int, ...], strides: tuple[int, ...], kept: tuple[int, ...], axes: tuple[str, ...] = AXES
+) -> None:
+    """Set the strides of an array of this shape."""
     for name in reversed(axes):
         if shape:
             setattr(view, name, strides[-1] if shape[-1] != 1 else 0)

@@ -6,6 +6,7 @@
 #ifdef _WIN32
 #define WIN32_LEAN_AND_MEAN
 #include <malloc.h>
+#include <stdlib.h>
 #include <windows.h>
 #else
 #include <pthread.h>
@@ -23,6 +24,19 @@ inline void pause_core() {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+/// A variable of the environment as a number; 0 if there is none, or it is something else.
+inline int environment_number(const char *name) {
+#ifdef _WIN32
+    char text[16];
+    DWORD length = GetEnvironmentVariableA(name, text, sizeof(text));
+    if (length == 0 || length >= sizeof(text)) return 0;
+#else
+    const char *text = getenv(name);
+    if (!text) return 0;
+#endif
+    return atoi(text);
 }
 
 #ifdef _WIN32
