@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError, Status, dtype_name
+from polyattn_native import note
 
-from ._kernel import DirectKernel, JitKernel, ScanKernel
+from ._kernel import DirectKernel, JitKernel, NativeKernel, ScanKernel
 
 __all__ = ["backend"]
 
@@ -32,7 +33,7 @@ class JaxBackend(Backend):
     name = "jax"
     array_modules = ("jax", "jaxlib")
     install = 'pip install "polyattn[jax]"'
-    kernels = (DirectKernel(), ScanKernel(), JitKernel())
+    kernels = (NativeKernel(), DirectKernel(), ScanKernel(), JitKernel())
     lacks: ClassVar[Mapping[str, str]] = {
         "shared_memory": "JAX takes only memory that begins at a multiple of 64 bytes",
         "in_place": "JAX's arrays never change; one donated to a compiled step is written where it stands",
@@ -172,6 +173,12 @@ class JaxBackend(Backend):
         from ._placed import alike
 
         return lambda *arrays: differentiable(forward, backward)(*alike(*arrays))
+
+    def notes(self, device: str | None = None) -> tuple[str, ...]:
+        """Say which native kernels there are for arrays on the CPU."""
+        from ._foreign import missing
+
+        return (note("jax", missing),) if device is None or device.startswith("cpu") else ()
 
     def synchronize(self, *arrays: Array) -> None:
         """Wait for JAX's asynchronous dispatch."""

@@ -1,4 +1,4 @@
-"""The compiled kernels: ``direct`` for few queries, ``scan`` for many, and the generic kernel for other problems."""
+"""The compiled kernels: ``native`` on the CPU, ``direct`` for few queries, ``scan`` for many, and the generic one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Structure, flatten
+from polyattn_native import refusal, thread_count
 
-__all__ = ["DirectKernel", "JitKernel", "ScanKernel"]
+__all__ = ["DirectKernel", "JitKernel", "NativeKernel", "ScanKernel"]
 
 LIMIT = 2**29
 """Positions are int32 within ±LIMIT; sums of three of them fit."""
@@ -87,6 +88,24 @@ class DirectKernel(ScanKernel):
         return super().supports(problem)
 
 
+class NativeKernel(JitKernel):
+    """Two compiled functions that call polyattn's native library on the CPU (``_native.py``)."""
+
+    name = "native"
+    traced = ("scale", "softcap", "q_offset", "key_lengths")
+
+    def supports(self, problem: Problem) -> str | None:
+        """Support what the library can compute, if there is one for this machine, and programs run on the CPU."""
+        from ._foreign import missing, platform
+
+        reason = missing() or refusal(problem)
+        if reason is None and problem.device is None and platform() != "cpu":
+            return f"the native library computes on the CPU, and traced arrays are on {platform()}"
+        if reason is None:
+            thread_count("jax")  # or its error: the library itself ignores a value that is no number
+        return reason
+
+
 def _flat(problem: Problem, traced: tuple[str, ...]) -> tuple[tuple[Array, ...], Structure]:
     """Return the arrays of a problem, and its structure, which is the key of the compiled function."""
     values: dict[str, Any] = {name: getattr(problem, name) for name in traced}
@@ -107,8 +126,8 @@ def _flat(problem: Problem, traced: tuple[str, ...]) -> tuple[tuple[Array, ...],
 def _compiled(kernel: str, direction: str, structure: Structure) -> Any:
     import jax
 
-    from . import _direct, _scan
+    from . import _direct, _native, _scan
     from ._passes import GENERIC, Passes
 
-    own = {DirectKernel.name: _direct, ScanKernel.name: _scan}
+    own = {NativeKernel.name: _native, DirectKernel.name: _direct, ScanKernel.name: _scan}
     return jax.jit(getattr(Passes(own.get(kernel, GENERIC), structure), direction))

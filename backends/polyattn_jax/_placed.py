@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax import numpy as jnp
 
 from polyattn.backend import Array, BackendMismatchError
 
-__all__ = ["alike", "branched", "settled", "spread"]
+__all__ = ["alike", "branched", "replaced", "settled", "spread", "types_of"]
 
 
 def spread(**arrays: Array) -> bool:
@@ -49,6 +49,29 @@ def alike(*arrays: Array | None) -> list[Array | None]:
     axes = [frozenset() if x is None else _varying(x) for x in arrays]
     every: frozenset[Any] = frozenset().union(*axes)
     return [x if x is None else _vary(x, every - mine) for x, mine in zip(arrays, axes, strict=True)]
+
+
+def replaced(valid: Array, results: tuple[Array, ...], otherwise: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
+    """Return the results if they are valid, else the others, of the same types.
+
+    The loop has no step or one. XLA reuses the memory of its initial values; of the results of a condition it makes
+    copies.
+    """
+
+    def step(carry: Any) -> Any:
+        like = (valid, *results)
+        found = (jnp.ones((), bool), *otherwise())
+        return tuple(_vary(y, _varying(x) - _varying(y)) for x, y in zip(like, found, strict=True))
+
+    _, *found = jax.lax.while_loop(lambda carry: ~carry[0], step, (valid, *results))
+    return tuple(found)
+
+
+def types_of(shapes: Sequence[tuple[tuple[int, ...], Any]], like: Sequence[Array]) -> tuple[Any, ...]:
+    """Return the types of arrays; inside ``shard_map``, varying along every mesh axis along which any array varies."""
+    axes: frozenset[Any] = frozenset().union(*map(_varying, like))
+    types = jax.make_jaxpr(lambda: [_vary(jnp.zeros(*x), axes) for x in shapes])().out_avals
+    return tuple(x.strip_weak_type() for x in types)
 
 
 def settled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any) -> Any:

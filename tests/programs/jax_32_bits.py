@@ -43,6 +43,13 @@ refused(
 )  # fmt: skip
 with pa.transfers("forbid"):
     refused(lambda: pa.attention(small, small, small, backend="jax"), pa.BackendMismatchError, "q: would go")
+sinks = np.array([0.5, -0.2], np.float32)
+way = np.ones_like(small)
+grads = []
+for name in ("jax", "numpy"):  # the native library computes this gradient in float64
+    with pa.use_backend(name):
+        grads.append(pa.attention_backward(way, pa.attention_forward(small, small, small, sinks=sinks)[1]).sinks)
+assert np.allclose(*grads, rtol=1e-6)
 layer = pa.Projection(4, 4, seed=1, backend="jax")
 assert np.array_equal(layer.parameters()["weight"], pa.Projection(4, 4, seed=1).parameters()["weight"])
 assert not jax.config.jax_enable_x64

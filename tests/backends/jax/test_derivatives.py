@@ -264,7 +264,7 @@ def test_scan_over_checkpoints():
 
 
 def test_an_exported_program():
-    """What ``jax.export`` makes of a gradient gives the same."""
+    """What ``jax.export`` makes of a gradient gives the same, though without the native library."""
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(pa.attention(x, x, x, causal=True) ** 2)))
     x = jnp.asarray(Q[0])
-    np.testing.assert_array_equal(export.export(gradient)(x).call(x), gradient(x))
+    assert_close(np.asarray(export.export(gradient)(x).call(x)), np.asarray(gradient(x)))
