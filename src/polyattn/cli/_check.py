@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ._app import UsageError
+from ._check_function import check_any
+from ._progress import progress_of
 from ._tables import print_table
 
 if TYPE_CHECKING:
@@ -24,24 +23,46 @@ OUTCOMES = ("passed", "failed", "declared", "skipped")
 
 def check(
     name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="The backend; with --namespace, the module of an array API namespace."),
-    ],
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="The backend; with --namespace, the module of an array API namespace; with --function, a function.",
+        ),
+    ] = None,
     pytest_args: Annotated[
         list[str] | None, typer.Argument(metavar="PYTEST_ARGS", help="Arguments for pytest, after --.")
     ] = None,
     namespace: Annotated[bool, typer.Option("--namespace", help="NAME is a module; no plugin is needed.")] = False,
+    function: Annotated[
+        bool, typer.Option("--function", help="NAME is an attention function, an adapter or an adapter file (.py).")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="WORD", help="With --function: only checks whose names contain a word."),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="List every check, and print pytest's output with tracebacks.")
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
-    """Run every conformance check on a backend, and list those that pass and those that fail."""
+    """Run every conformance check on a backend or an attention function, and list what passes and what fails."""
     from ..testing.check import run_check
 
+    if name is None:
+        adapters = ", ".join(_adapters())
+        raise UsageError(
+            f"expected the name of a backend; or with --function, a function, a file or one of: {adapters}"
+        )
+    if function:
+        if namespace or pytest_args:
+            raise UsageError("--function goes with --only, --json and --verbose; it runs without pytest")
+        check_any(name, only or [], json_output, verbose)
+        return
+    if only:
+        raise UsageError("--only goes with --function; to select checks of a backend, pass -k to pytest after --")
     if pytest_args and not pytest_args[0].startswith("-"):
         raise UsageError(f"unexpected argument {pytest_args[0]!r}: one backend at a time; pytest's options follow --")
-    with _progress(name) as show:
+    with progress_of(name) as show:
         report = run_check(name, namespace=namespace, pytest_args=pytest_args or (), progress=show)
     if json_output:
         typer.echo(json.dumps(report.to_dict()))
@@ -51,20 +72,10 @@ def check(
         raise typer.Exit(1)
 
 
-@contextmanager
-def _progress(name: str) -> Iterator[Callable[[engine.Progress], None]]:
-    """Yield a function that shows finished, total and failed checks on standard error, if it is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        line = bar.add_task(f"collecting the checks of {name}", total=None)
+def _adapters() -> Iterable[str]:
+    from ..testing.functions.adapters import ADAPTERS
 
-        def show(now: engine.Progress) -> None:
-            if now.total:
-                failed = f", {now.failed} failed" if now.failed else ""
-                bar.update(line, description=f"checking {name}{failed}", completed=now.done, total=now.total)
-
-        yield show
+    return ADAPTERS
 
 
 def _print(report: engine.Report, verbose: bool) -> None:
