@@ -147,6 +147,21 @@ def compile(session: nox.Session) -> None:
 
 
 @nox.session
+def differences(session: nox.Session) -> None:
+    """Check the attention of other libraries, and write docs/differences.md. Not part of the default checks."""
+    libraries = ("keras", "flax", "mlx[cpu]; sys_platform == 'linux'", "mlx; sys_platform == 'darwin'")
+    install(session, "torch,jax,strict,bench,onnx,test", "ml_dtypes", *libraries)
+    session.run("python", "benchmarks/differences.py", *session.posargs, env=UNSELECTED)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Run the kit on copies of polyattn with one fault each; fail if a fault is not found. Not a default check."""
+    install(session, "strict,test", "ml_dtypes")
+    session.run("python", "tests/mutants/run.py", *session.posargs, env=UNSELECTED)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the pages of docs/ with warnings as errors. Not part of the default checks; the suite runs the code."""
     install(session, "torch,dask,onnx,plot", *group("docs"))

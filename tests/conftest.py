@@ -27,7 +27,7 @@ settings.register_profile("explore", max_examples=1000, **COMMON)
 settings.register_profile("thorough", settings.get_profile("explore"), max_examples=10_000)
 
 HERE = Path(__file__).parent
-NUMPY_ALONE = ("cli", "examples", "interop", "plugins", "unit")
+NUMPY_ALONE = ("cli", "examples", "functions", "interop", "plugins", "unit")
 PROGRAMS = HERE / "programs"
 LIBRARY, BACKEND = ((HERE / "stand_ins" / f"{name}.py").read_text() for name in ("library", "backend"))
 
