@@ -200,3 +200,16 @@ def test_arguments_that_look_like_others_are_refused(make: Any) -> None:
         pa.attention(*inputs, window=(make(1, "int32"), None))
     with pytest.raises(pa.DTypeError, match="ignore_index"):
         F.cross_entropy(make(np.zeros((1, 3))), make([0], "int64"), ignore_index=1.5)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("sink", [1e4, -1e4])
+def test_a_row_with_a_large_sink_alone(make: Any, to_np: Any, sink: Any) -> None:
+    """A row without a key has the log-sum-exp of its sink, which may be large, and passes its gradient on."""
+    q, k, v = (make(x[:, None], "float32") for x in (Q, K, V))
+    out, cache = pa.attention_forward(q, k, v, key_lengths=0, sinks=make([sink], "float32"))
+    dlse = np.full(cache.lse.shape, 0.5)
+    grads = pa.attention_backward(make(np.ones(out.shape), "float32"), cache, make(dlse, "float32"))
+    np.testing.assert_array_equal(to_np(out), np.zeros(out.shape))
+    np.testing.assert_array_equal(to_np(cache.lse), np.full(cache.lse.shape, sink))
+    assert_close(to_np(grads.sinks), [np.sum(dlse)], "float32")
+    np.testing.assert_array_equal(to_np(grads.q), np.zeros(q.shape))
