@@ -1,4 +1,4 @@
-"""Attention that is longer than a tile: every kernel, where positions, masks and random bits cross the edges of tiles."""
+"""Attention longer than a tile, by every kernel: positions, masks and random bits across the edges of tiles."""
 
 from typing import Any
 
