@@ -170,6 +170,13 @@ def test_layer_norm_of_a_large_mean(make: Any, to_np: Any) -> None:
     assert np.max(np.abs(to_np(F.layer_norm(x)) - expected)) <= 1e-3
 
 
+@pytest.mark.parametrize("mean", [1e4, -1e6])
+def test_layer_norm_subtracts_the_rounding_of_the_mean(make: Any, to_np: Any, mean: Any) -> None:
+    """The mean of float32 numbers far from zero is rounded; the difference is not lost."""
+    x = make(mean + np.random.default_rng(3).standard_normal((4, 5)), "float32")
+    assert_close(to_np(F.layer_norm(x, eps=0.0)), ref.layer_norm(to_np(x).astype(np.float64), eps=0.0), "float32")
+
+
 def test_layer_norm_in_low_precision(make: Any, to_np: Any, dtype: Any) -> None:
     """Case 13: the square of ±300 overflows float16; a constant row gives exactly the bias, with gradient zero."""
     x = make(np.tile([300.0, -300.0], 64)[None], dtype)

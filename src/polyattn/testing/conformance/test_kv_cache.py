@@ -67,6 +67,8 @@ def test_entries_of_different_lengths(contract: Any, make: Any, to_np: Any) -> N
             keys[b] = np.concatenate([keys[b], K[b, :, i : i + 1]], axis=1)
             values[b] = np.concatenate([values[b], V[b, :, i : i + 1]], axis=1)
             assert_close(out[b], ref.attention(Q[b, :, i : i + 1], keys[b], values[b]).out, what=f"entry {b} at {i}")
+        everything = to_np(cache.attention(make(at(Q, i, i + 1)), causal=False))  # up to each length, not beyond
+        assert_close(everything, out, what=f"not causal, at {i}")
     np.testing.assert_array_equal(to_np(cache.lengths), [6, 4])
     assert tuple(cache.k.shape) == (BATCH, KV_HEADS, 6, D_K)
 

@@ -139,6 +139,7 @@ def test_clipping(make: Any, to_np: Any) -> None:
     assert_close(to_np(norm), 5.0)
     assert_close(to_np(clipped["a"]), [0.6, 0.0])
     assert_close(to_np(clipped["b"]), [[0.8]])
+    assert_close(to_np(pa.optim.clip_by_global_norm(grads, 4.0)[0]["b"]), [[3.2]])
     same, _ = pa.optim.clip_by_global_norm(grads, 6.0)
     np.testing.assert_array_equal(to_np(same["a"]), [3.0, 0.0])
 
