@@ -74,8 +74,9 @@ def page(reports: dict[str, dict[str, Any]]) -> str:
     one = next(iter(reports.values()))
     lines = [
         f"Measured on {' to '.join(dict.fromkeys((days[0], days[-1])))} with Python {one['python']} on "
-        f"{platform.machine()}, one CPU, and:\n",
-        ", ".join(f"{SHORT[name]} {report['version']}" for name, report in reports.items()) + ".\n",
+        f"{platform.machine()}, on the CPU, and:\n",
+        *(f"- {SHORT[name]} {report['version']}" for name, report in reports.items()),
+        "",
         "✓ right; **wrong**; refuses: an exception; **crash**: the process ended or did not answer; – : not offered, "
         "or declared by the adapter. `polyattn check --function NAME` repeats a column.\n",
         "Whether a row without a key is zero, whether an excluded NaN may reach a result, and the alignment of "
