@@ -45,7 +45,7 @@ def test_json(command: Any, mine: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "expected the name of a backend"),
+        ((), "Missing argument NAME: a backend; or with --function, a function"),
         (("--function", "x", "--namespace"), "--function goes with --only"),
         (("--function", "x", "--", "-k", "y"), "--function goes with --only"),
         (("numpy", "--only", "x"), "--only goes with --function"),

@@ -51,7 +51,7 @@ def check(
     if name is None:
         adapters = ", ".join(_adapters())
         raise UsageError(
-            f"expected the name of a backend; or with --function, a function, a file or one of: {adapters}"
+            f"Missing argument NAME: a backend; or with --function, a function, a file or one of: {adapters}"
         )
     if function:
         if namespace or pytest_args:
