@@ -25,7 +25,15 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 CONSTRAINTS = Path("constraints.txt").resolve()
 KIT = ["-p", "polyattn.testing.plugin", "--pyargs", "polyattn.testing.conformance"]
 # What needs each kernel in C++: the kit's checks of attention, and of what it is made of.
-ATTENTION = ("test_attention", "test_masks", "test_dropout", "test_caches", "test_extremes", "test_structure")
+ATTENTION = (
+    "test_attention",
+    "test_masks",
+    "test_dropout",
+    "test_caches",
+    "test_extremes",
+    "test_structure",
+    "test_tiles",
+)
 # Empty variables count as unset: a selection in the shell that starts nox must not affect the tests. The native kernels
 # are required, so that no test passes without them by accident; POLYATTN_NATIVE=0 nox runs all without them.
 NATIVE = os.environ.get("POLYATTN_NATIVE") or "1"
@@ -112,7 +120,8 @@ def tests(session: nox.Session, backend: str) -> None:
     install(session, f"{extra},cli,plot,test", *SUITE)
     run_suite(session, backend)
     if backend == "numpy" and not session.posargs:
-        elsewhere = ("testing/conformance/*", "interop/transformers.py", "interop/_eager_mask.py")
+        own = ("testing/conformance/*", "testing/functions/adapters/*", "testing/functions/test_function.py")
+        elsewhere = (*own, "interop/transformers.py", "interop/_eager_mask.py")
         ignored = [f"--ignore-glob=*/{path}" for path in elsewhere]
         doctests = ["--doctest-modules", "--pyargs", "polyattn", *ignored]
         session.run("pytest", *doctests, env=UNSELECTED)
