@@ -46,6 +46,10 @@ QUICK = {
 }
 
 
+# JAX's tests where the compiler's optimisations matter run as users compile, and only so.
+OPTIMISED = [*Path("tests/backends/jax").glob("test_[!n]*.py"), Path("tests/xp/test_range.py")]  # not test_native.py
+
+
 def group(name: str) -> tuple[str, ...]:
     """Return the requirements of a dependency group; pip supports these only from 25.1 on."""
     return nox.project.dependency_groups(PROJECT, name)
@@ -99,12 +103,13 @@ def run_suite(session: nox.Session, backend: str) -> None:
     env = UNSELECTED | QUICK.get(backend, {})
     # The tests of a file share what was compiled for them. A CUDA device is one for all processes.
     share = [] if session.posargs or backend == "cupy" else ["-n", "2", "--dist", "loadfile"]
-    session.run("pytest", chosen, *share, *session.posargs, env=env)
+    later = [f"--ignore={path}" for path in OPTIMISED if backend == "jax" and not session.posargs]
+    session.run("pytest", chosen, *share, *later, *session.posargs, env=env)
     if session.posargs:
         return
     session.run("pytest", chosen, *share, *KIT, env=env)
-    if backend == "jax":  # where the compiler's optimisations matter: as users compile
-        session.run("pytest", chosen, *share, "tests/backends/jax", "tests/xp/test_range.py", env=UNSELECTED)
+    if backend == "jax":
+        session.run("pytest", chosen, *share, *map(str, OPTIMISED), env=UNSELECTED)
     if backend == "numpy" and NATIVE != "0":
         only = " or ".join(ATTENTION)
         session.run("pytest", chosen, *share, *KIT, "-k", only, env=UNSELECTED | {"POLYATTN_NATIVE": "0"})
