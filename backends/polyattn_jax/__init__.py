@@ -143,6 +143,11 @@ class JaxBackend(Backend):
 
         return branched(predicate, if_true, if_false)
 
+    def rounded(self, x: Array) -> Array:
+        """Return ``x`` behind a selection, through which XLA contracts no product with a sum."""
+        jnp = _jax().numpy
+        return jnp.where(jnp.isnan(x), jnp.nan, x)
+
     def update_slice(self, x: Array, value: Array, start: Any, axis: int) -> Array:
         """Write with ``dynamic_update_slice``: ``start`` may be traced, and the memory of a donated ``x`` is reused."""
         jax = _jax()

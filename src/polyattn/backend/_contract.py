@@ -225,6 +225,10 @@ class Backend:
         """
         return if_true() if bool(predicate) else if_false()
 
+    def rounded(self, x: Array) -> Array:
+        """Return ``x``, rounded to its dtype also where a compiler would contract its last product with a sum."""
+        return x
+
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Return ``x`` with ``value`` written from ``start`` on along ``axis``; ``x`` may be modified and returned.
 

@@ -67,9 +67,12 @@ class PlainKernel:
 def attention_scores(q: Array, k: Array, problem: Problem, units: Units | None = None) -> Scores:
     """Return the scores ``(…, H, n_q, n_k)``, −inf exactly where a pair is excluded."""
     xp = problem.xp
-    capped = scores = xp.matmul(divided(q, units), xp.matrix_transpose(k)) * problem.scale
+    # rounded: the largest score must be equal to one of the scores from which it is subtracted
+    capped = scores = problem.backend.rounded(xp.matmul(divided(q, units), xp.matrix_transpose(k)) * problem.scale)
     if problem.softcap is not None:
-        capped = scores = xp.tanh(multiplied(scores, units) / problem.softcap) * problem.softcap
+        capped = scores = problem.backend.rounded(
+            xp.tanh(multiplied(scores, units) / problem.softcap) * problem.softcap
+        )
         scores = divided(scores, units)
     if problem.bias is not None:
         scores = scores + divided(narrowed(xp, bias_pairs(problem), scores.dtype), units)
