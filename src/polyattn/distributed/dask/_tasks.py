@@ -104,9 +104,7 @@ def native_problem(part: Part, arrays: dict[str, Array]) -> tuple[Problem, dict[
     arrays = {name: widen(xp, x) if name in ("q", "k", "v", "dout", "out") else x for name, x in arrays.items()}
     q = arrays["q"]
     problem = replace(part.problem, backend=place.backend, device=place.device, dtype=dtype_name(q.dtype))
-    own = {
-        name: arrays[name] for name in ("mask", "bias", "q_segments", "k_segments", "seed", "table") if name in arrays
-    }
+    own = {name: arrays[name] for name in ARGUMENTS if name in arrays}
     problem = replace(problem, **own, **_integers(part, arrays, problem, place))
     return (_with_place(part, problem) if problem.dropout else problem), arrays
 

@@ -87,14 +87,12 @@ def strides(kind: str) -> Callable[[Subject], str]:
         for part in (subject.function.in_layout(part) for part in (x.q, x.k, x.v)):
             if kind == "swapped":
                 view = np.ascontiguousarray(np.swapaxes(part, -1, -2))
-                arrays.append(subject.function.array(view, "float32").swapaxes(-1, -2))
+                arrays.append(subject.function.library.make(view, "float32").swapaxes(-1, -2))
             elif kind == "stepped":
                 view = np.repeat(part, 2, axis=-2)
-                arrays.append(subject.function.array(view, "float32")[..., ::2, :])
+                arrays.append(subject.function.library.make(view, "float32")[..., ::2, :])
             else:
-                arrays.append(subject.function.array(part[..., ::-1, :], "float32")[..., ::-1, :])
-        if kind == "stepped" and subject.function.layout != "bhnd":
-            arrays = [subject.function.array(subject.function.in_layout(part), "float32") for part in (x.q, x.k, x.v)]
+                arrays.append(subject.function.library.make(part[..., ::-1, :], "float32")[..., ::-1, :])
         compared(subject.call(arrays, {}), ref.attention(x.q, x.k, x.v).out, "float32", x)
         return ""
 
@@ -109,7 +107,7 @@ def repeated(subject: Subject) -> str:
     arrays, _ = subject.inputs(x, "float32")
     shape = (3, *arrays[1].shape[1:])
     expand = np.broadcast_to if isinstance(arrays[1], np.ndarray) else lambda part, shape: part.expand(shape)
-    q = subject.function.array(subject.function.in_layout(np.repeat(x.q, 3, axis=0)), "float32")
+    q = subject.function.library.make(subject.function.in_layout(np.repeat(x.q, 3, axis=0)), "float32")
     out = subject.call([q, expand(arrays[1], shape), expand(arrays[2], shape)], {})
     compared(out, np.repeat(ref.attention(x.q, x.k, x.v).out, 3, axis=0), "float32", x)
     return ""
@@ -134,19 +132,9 @@ def memory(gradients: bool) -> Callable[[Subject], str]:
 
         def peak(n: int) -> int:
             x = problem(Sizes(1, 4, 4, n, n, 32, 32))
-            arrays, arguments = subject.inputs(x, "float32")
-            dout = subject.function.array(subject.function.in_layout(x.dout), "float32")
-
-            def run() -> Any:
-                if not gradients:
-                    return subject.on_host(subject.function.attention(*arrays, **arguments))
-                if subject.function.backward is not None:
-                    return subject.function.backward(dout, *arrays)
-                assert subject.function.library.vjp is not None
-                return subject.function.library.vjp(subject.function.attention, arrays, dout)
-
-            run()  # compiles, and warms up the allocator's small blocks
-            return peak_of(run)
+            run = subject.gradients if gradients else subject.out
+            run(x)  # compiles, and warms up the allocator's small blocks
+            return peak_of(lambda: run(x))
 
         small, large = peak(1536), peak(3072)
         growth = large / max(small, 2**20)

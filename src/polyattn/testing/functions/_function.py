@@ -74,10 +74,6 @@ class AttentionFunction:
     dtypes: tuple[str, ...] = ("float32",)
     declared: Mapping[str, str] = field(default_factory=dict)
 
-    def array(self, x: NDArray[Any], dtype: str) -> Any:
-        """Return an array of shape (batch, heads, n, d), or a mask or bias, as the function takes it."""
-        return self.library.make(x, dtype)
-
     def in_layout(self, x: NDArray[Any]) -> NDArray[Any]:
         """Return (batch, heads, n, d) in the layout of the function, and back."""
         return np.swapaxes(x, 1, 2) if self.layout == "bnhd" else x

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ..target import open_backend
@@ -25,7 +24,7 @@ class Library:
 
     ``make(x, dtype)`` returns an array of the library, and ``to_numpy(x)`` one of NumPy, with float32 for 16 bits.
     ``vjp(function, arrays, dout)`` returns the gradients of the arrays, or is None. ``strided`` says whether views with
-    other strides exist, and ``negative`` whether strides can be negative; ``view(x, index)`` returns such a view.
+    other strides exist, and ``negative`` whether strides can be negative.
     """
 
     name: str
@@ -60,8 +59,3 @@ def _torch_vjp(function: Callable[..., Any], arrays: Sequence[Any], dout: Any) -
 def _jax_vjp(function: Callable[..., Any], arrays: Sequence[Any], dout: Any) -> Sequence[Any]:
     _, pull = importlib.import_module("jax").vjp(function, *arrays)
     return list(pull(dout))
-
-
-def carried(x: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Return a NumPy array in a dtype that NumPy itself has: float32 for bfloat16."""
-    return np.array(x, dtype="float32" if dtype == "bfloat16" else dtype, order="C")

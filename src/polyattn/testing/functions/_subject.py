@@ -116,14 +116,14 @@ class Subject:
 
     def inputs(self, x: Problem, dtype: str) -> tuple[list[Any], dict[str, Any]]:
         """Return q, k and v and the arguments as arrays of the function's library."""
-        make, layout = self.function.array, self.function.in_layout
+        make, layout = self.function.library.make, self.function.in_layout
         arrays = [make(layout(part), dtype) for part in (x.q, x.k, x.v)]
         return arrays, {name: self._native(value, dtype) for name, value in x.arguments.items()}
 
     def _native(self, value: Any, dtype: str) -> Any:
         if not isinstance(value, np.ndarray):
             return value
-        return self.function.array(value, dtype if value.dtype.kind == "f" else value.dtype.name)
+        return self.function.library.make(value, dtype if value.dtype.kind == "f" else value.dtype.name)
 
     def call(self, arrays: Iterable[Any], arguments: dict[str, Any]) -> F64:
         """Return the output (batch, heads, n_q, d_v) on the host."""
@@ -140,7 +140,7 @@ class Subject:
     def gradients(self, x: Problem, dtype: str = "float32") -> dict[str, F64]:
         """Return the gradients of q, k, v and, if one is given, the bias."""
         arrays, arguments = self.inputs(x, dtype)
-        dout = self.function.array(self.function.in_layout(x.dout), dtype)
+        dout = self.function.library.make(self.function.in_layout(x.dout), dtype)
         names = ["q", "k", "v"]
         if self.function.backward is not None:
             found = list(self.function.backward(dout, *arrays, **arguments))
@@ -168,7 +168,7 @@ class Subject:
             if not (isinstance(part, np.ndarray) and part.dtype.kind == "f"):
                 return part
             with np.errstate(over="ignore"):
-                return self.function.library.to_numpy(self.function.array(part, dtype)).astype(np.float64)
+                return self.function.library.to_numpy(self.function.library.make(part, dtype)).astype(np.float64)
 
         arguments = {name: values(part) for name, part in x.arguments.items()}
         return Problem(values(x.q), values(x.k), values(x.v), values(x.dout), arguments)

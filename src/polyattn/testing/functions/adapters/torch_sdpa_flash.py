@@ -1,20 +1,9 @@
 """torch.nn.functional.scaled_dot_product_attention with torch's flash kernel alone."""
 
-from __future__ import annotations
+from torch.nn.attention import SDPBackend
 
-from typing import Any
+from .torch_sdpa import ARRAYS, by_kernel
 
-from torch.nn.attention import SDPBackend, sdpa_kernel
+__all__ = ["ARRAYS", "attention"]
 
-from . import torch_sdpa
-
-ARRAYS = "torch"
-
-
-def attention(
-    q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, causal: bool = False, scale: float | None = None,
-    dropout: float = 0.0,
-) -> Any:  # fmt: skip
-    """Refuse what the kernel does not compute."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return torch_sdpa.attention(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
+attention = by_kernel(SDPBackend.FLASH_ATTENTION)
