@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +11,7 @@ import typer
 from ._app import UsageError
 from ._check_function import check_any
 from ._progress import progress_of
-from ._tables import print_table
+from ._tables import named, print_outcomes, print_table
 
 if TYPE_CHECKING:
     from ..testing import check as engine
@@ -46,10 +46,10 @@ def check(
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Run every conformance check on a backend or an attention function, and list what passes and what fails."""
-    from ..testing.check import run_check
-
     if name is None:
-        adapters = ", ".join(_adapters())
+        from ..testing.functions.adapters import ADAPTERS
+
+        adapters = ", ".join(ADAPTERS)
         raise UsageError(
             f"Missing argument NAME: a backend; or with --function, a function, a file or one of: {adapters}"
         )
@@ -62,6 +62,8 @@ def check(
         raise UsageError("--only goes with --function; to select checks of a backend, pass -k to pytest after --")
     if pytest_args and not pytest_args[0].startswith("-"):
         raise UsageError(f"unexpected argument {pytest_args[0]!r}: one backend at a time; pytest's options follow --")
+    from ..testing.check import run_check
+
     with progress_of(name) as show:
         report = run_check(name, namespace=namespace, pytest_args=pytest_args or (), progress=show)
     if json_output:
@@ -72,25 +74,11 @@ def check(
         raise typer.Exit(1)
 
 
-def _adapters() -> Iterable[str]:
-    from ..testing.functions.adapters import ADAPTERS
-
-    return ADAPTERS
-
-
 def _print(report: engine.Report, verbose: bool) -> None:
     """Print a line for each group of checks, then a line for each reason why checks did not pass, failures last."""
     if verbose:
         typer.echo(report.output)
-    groups: dict[str, dict[str, int]] = {}
-    for row in report.rows:
-        counts = groups.setdefault(row.check.partition(".")[0], dict.fromkeys(OUTCOMES, 0))
-        counts[row.outcome] += 1
-    print_table(
-        ("checks of", *OUTCOMES),
-        [(name, *(str(count or "") for count in counts.values())) for name, counts in groups.items()],
-        numbers=OUTCOMES,
-    )
+    print_outcomes(((row.check, row.outcome) for row in report.rows), OUTCOMES)
     alike: dict[tuple[str, str], list[engine.Row]] = {}
     for row in sorted(report.rows, key=lambda row: row.outcome == "failed"):
         if verbose or row.outcome != "passed":
@@ -98,14 +86,10 @@ def _print(report: engine.Report, verbose: bool) -> None:
             reason = row.check if verbose else "".join(letter for letter in row.detail if letter.isalpha())
             alike.setdefault((row.outcome, reason), []).append(row)
     if alike:
-        rows = [(_named(group), group[0].outcome, group[0].detail) for group in alike.values()]
+        rows = [(named([row.check for row in group]), group[0].outcome, group[0].detail) for group in alike.values()]
         print_table(("check", "outcome", "detail"), rows)
     for line in _summary(report):
         typer.echo(line)
-
-
-def _named(rows: Sequence[engine.Row]) -> str:
-    return rows[0].check + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
 
 
 def _summary(report: engine.Report) -> Iterator[str]:

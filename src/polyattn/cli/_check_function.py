@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ._progress import progress_of
-from ._tables import print_table
+from ._tables import named, print_outcomes, print_table
 
 if TYPE_CHECKING:
     from ..testing.functions import FunctionReport
@@ -33,25 +33,15 @@ def check_any(name: str, only: Sequence[str], json_output: bool, verbose: bool) 
 
 def _print(report: FunctionReport, verbose: bool) -> None:
     """Print a line for each group of checks, then a line for each check that is not right, and the totals."""
-    outcomes = tuple(report.counts)
-    groups: dict[str, dict[str, int]] = {}
-    for row in report.rows:
-        counts = groups.setdefault(row.check.partition(".")[0], dict.fromkeys(outcomes, 0))
-        counts[row.outcome] += 1
-    rows = [(name, *(str(count or "") for count in counts.values())) for name, counts in groups.items()]
-    print_table(("checks of", *outcomes), rows, numbers=outcomes)
+    print_outcomes(((row.check, row.outcome) for row in report.rows), tuple(report.counts))
     shown = [row for row in report.rows if verbose or row.outcome != "right"]
     alike: dict[tuple[str, ...], list[str]] = {}
     for check, outcome, detail in sorted(shown, key=lambda row: row.outcome != "declared"):
         alike.setdefault((outcome, detail, check if verbose else ""), []).append(check)
     if alike:
-        print_table(("check", "outcome", "detail"), [(_named(names), *key[:2]) for key, names in alike.items()])
+        print_table(("check", "outcome", "detail"), [(named(names), *key[:2]) for key, names in alike.items()])
     for line in _summary(report):
         typer.echo(line)
-
-
-def _named(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _summary(report: FunctionReport) -> Iterator[str]:
