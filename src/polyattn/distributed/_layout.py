@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import ArgumentError
+from ..kernels import StructuredBias
 from ._block import Span
 
-__all__ = ["LAYOUTS", "Layout", "lengths_of", "pieces_of"]
+__all__ = ["LAYOUTS", "Layout", "expect_layout", "expect_no_pairs", "lengths_of", "pieces_of"]
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS = ("contiguous", "zigzag")
+NOT_SHARED = "a shard has no rows and columns of an n_q × n_k array; use causal, window, key_lengths or segment_ids"
 
 
 def lengths_of(n: int, ranks: int, layout: Layout) -> list[int]:
@@ -43,3 +45,11 @@ def expect_layout(layout: str) -> None:
     """Require the name of a layout."""
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+def expect_no_pairs(mask: Any, bias: Any) -> None:
+    """Require no mask, and no bias that is an array."""
+    if mask is not None:
+        raise ArgumentError(f"mask: expected None, got {type(mask).__name__}: {NOT_SHARED}")
+    if not isinstance(bias, StructuredBias | None):
+        raise ArgumentError(f"bias: expected a structured bias, got {type(bias).__name__}: {NOT_SHARED}")

@@ -38,14 +38,27 @@ def assert_close(
     assert special, f"{what}: expected {want[~finite]} where it is not finite, got {got[~finite]}"
     if not finite.any():
         return
-    if scale is None:
-        scale = float(np.max(np.abs(want[finite]))) or 1.0
-    errors = np.where(finite, np.abs(np.where(finite, got, 0.0) - np.where(finite, want, 0.0)), 0.0) / scale
-    worst = np.unravel_index(np.argmax(np.where(np.isnan(errors), np.inf, errors)), errors.shape)
-    assert errors[worst] <= TOLERANCES[dtype], (
-        f"{what}: relative error {errors[worst]:.3g} at {tuple(map(int, worst))} exceeds {TOLERANCES[dtype]:.0e} "
+    error, worst = largest_error(got, want, scale)
+    assert error <= TOLERANCES[dtype], (
+        f"{what}: relative error {error:.3g} at {worst} exceeds {TOLERANCES[dtype]:.0e} "
         f"({dtype}): expected {want[worst]!r}, got {got[worst]!r}"
     )
+
+
+def largest_error(
+    got: NDArray[np.float64], want: NDArray[np.float64], scale: float | None = None
+) -> tuple[float, tuple[int, ...]]:
+    """Return the largest error of a result, and its index; infinite where only one of the two is NaN or infinite.
+
+    It is relative to ``scale``, by default the largest finite magnitude in ``want``, as in :func:`assert_close`.
+    """
+    if scale is None:
+        scale = float(np.max(np.abs(want), initial=0.0, where=np.isfinite(want))) or 1.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        errors = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.abs(got - want) / scale)
+    errors = np.where(np.isnan(errors), np.inf, errors)
+    worst = tuple(map(int, np.unravel_index(np.argmax(errors), errors.shape)))
+    return float(errors[worst]), worst
 
 
 def central_differences(function: Callable[[Any], float], x: ArrayLike, step: float = 1e-6) -> NDArray[np.float64]:

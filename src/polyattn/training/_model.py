@@ -13,10 +13,11 @@ from array_api_compat import array_namespace
 from .. import functional, optim, registry
 from ..backend import Array, dtype_name
 from ..conversion import to_backend
+from ..distributed._gradients import Gradients
 from ..errors import CheckpointError
 from ..layers import MultiHeadAttention
 from ._config import Config
-from ._processes import Gradients, Processes
+from ._processes import Processes
 from ._samples import Pairs
 from ._workers import Workers
 

@@ -15,19 +15,13 @@ import numpy as np
 
 from ..backend import Array
 from ..conversion import to_backend
+from ..distributed._gradients import Gradients
 from ._config import OptionError
 from ._samples import Pairs
 
-__all__ = ["Gradients", "Processes", "processes"]
+__all__ = ["Processes", "processes"]
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables of torchrun
-
-
-class Gradients(NamedTuple):
-    """The loss of some samples, and its gradients by the names of the parameters."""
-
-    loss: Array
-    grads: dict[str, Array]
 
 
 class Processes(NamedTuple):

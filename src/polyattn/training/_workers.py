@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import Array
+from ..distributed._gradients import Gradients
 from ..errors import EngineError
 from ._config import OptionError
-from ._processes import Gradients, Processes, processes
+from ._processes import Processes, processes
 from ._samples import Pairs
 
 __all__ = ["Workers", "team_of"]
@@ -47,7 +48,7 @@ class Workers(NamedTuple):
         from ..distributed.dask import mean_gradients
 
         parts = min(self.size, len(x))  # the last batch of an epoch may be small
-        return Gradients(*mean_gradients(function, params, x, y, parts=parts, client=self.client))
+        return mean_gradients(function, params, x, y, parts=parts, client=self.client)
 
 
 @contextmanager

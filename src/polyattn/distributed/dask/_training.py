@@ -12,18 +12,12 @@ import dask.array as da
 from ...conversion import place_of
 from ...errors import ArgumentError, EngineError, ShapeError
 from ...kernels import Array
+from .._gradients import Gradients
 from ._arrays import current_client, expect_running
 
 __all__ = ["Gradients", "mean_gradients"]
 
 Function = Callable[[dict[str, Array], Array, Array], tuple[Array, dict[str, Array]]]
-
-
-class Gradients(NamedTuple):
-    """The mean loss of some samples, and its gradients by the names of the parameters."""
-
-    loss: Array
-    grads: dict[str, Array]
 
 
 class Share(NamedTuple):

@@ -17,12 +17,10 @@ from ...functional._arguments import Arguments, checked_call
 from ...functional._attention import with_head
 from ...kernels import Array, Sizes, StructuredBias
 from ...kernels._jvp import Tangents
-from .._layout import Layout, expect_layout, lengths_of, pieces_of
+from .._layout import Layout, expect_layout, expect_no_pairs, lengths_of, pieces_of
 from ._ring import SHARDED, Inputs, Ring
 
 __all__ = ["attention", "positions"]
-
-NOT_SHARED = "a shard has no rows and columns of an n_q × n_k array; use causal, window, key_lengths or segment_ids"
 
 
 def attention(
@@ -81,10 +79,7 @@ def attention(
     (1, 2, 6, 8)
     """
     expect_layout(layout)
-    if mask is not None:
-        raise ArgumentError(f"mask: expected None, got {type(mask).__name__}: {NOT_SHARED}")
-    if not isinstance(bias, StructuredBias | None):
-        raise ArgumentError(f"bias: expected a structured bias, got {type(bias).__name__}: {NOT_SHARED}")
+    expect_no_pairs(mask, bias)
     arguments = checked_call(
         q, k, v, bias=bias, causal=causal, q_offset=q_offset, window=window, key_lengths=key_lengths,
         segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed,

@@ -13,7 +13,7 @@ from ...errors import ArgumentError, BackendMismatchError, ShapeError
 from ...functional._arguments import Arguments, checked_call, checked_options, make_problem
 from ...functional._attention import with_head
 from ...kernels import Problem, RowStatistics, StructuredBias, dtype_name
-from .._layout import Layout, expect_layout, pieces_of
+from .._layout import Layout, expect_layout, expect_no_pairs, pieces_of
 from ._agreement import agreed
 from ._heads import Heads, expect_divisible
 from ._ring import Ring
@@ -24,7 +24,6 @@ __all__ = ["attention"]
 Tensor = Any
 METHODS = ("ring", "all-to-all")
 ENGINES = {"ring": Ring, "all-to-all": Heads}
-NOT_SHARED = "a shard has no rows and columns of an n_q × n_k array; use causal, window, key_lengths or segment_ids"
 
 
 def attention(
@@ -138,10 +137,7 @@ def _checked(
     if method not in METHODS:
         raise ArgumentError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     expect_layout(layout)
-    if local["mask"] is not None:
-        raise ArgumentError(f"mask: expected None, got {type(local['mask']).__name__}: {NOT_SHARED}")
-    if not isinstance(local["bias"], StructuredBias | None):
-        raise ArgumentError(f"bias: expected a structured bias, got {type(local['bias']).__name__}: {NOT_SHARED}")
+    expect_no_pairs(local["mask"], local["bias"])
     arguments = checked_call(q, k, v, **local, q_offset=0)
     place = place_of(arguments.arrays)
     if place.backend.name != "torch":

@@ -18,6 +18,7 @@ from ...errors import ShapeError
 from ...kernels import AlibiBias, AttentionGrads, Problem, RowStatistics
 from .. import _block as block
 from .._block import Span
+from ._shards import in_order
 from ._transfer import Ranks
 
 __all__ = ["Heads", "expect_divisible"]
@@ -110,12 +111,7 @@ class Heads:
         parts = x.chunk(self.ranks.size, dim=-3)
         shapes = [(*parts[0].shape[:-2], sum(span.length for span in spans), x.shape[-1]) for spans in pieces]
         found = self._exchange(parts, shapes)
-        placed = [
-            (span.start, part)
-            for spans, shard in zip(pieces, found, strict=True)
-            for span, part in zip(spans, shard.split([span.length for span in spans], dim=-2), strict=True)
-        ]
-        return torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])], dim=-2)
+        return in_order(found, pieces, -2)
 
     def _by_position(self, x: Tensor, pieces: Pieces) -> Tensor:
         """(…, H / P, n, d) → (…, H, n of this rank, d): the reverse of :meth:`_by_head`."""

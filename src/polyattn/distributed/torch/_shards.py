@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import distributed
 
+from .._block import Span
 from .._layout import Layout, lengths_of, pieces_of
 from ._transfer import Ranks
 
-__all__ = ["positions", "shard", "unshard"]
+__all__ = ["in_order", "positions", "shard", "unshard"]
 
 Tensor = Any
 
@@ -86,11 +88,15 @@ def unshard(x: Tensor, *, axis: int = -2, group: Any = None, layout: Layout = "c
         padded[: len(x)] = x
         shards = [torch.empty_like(padded) for _ in lengths]
         distributed.all_gather(shards, padded, group=ranks.group)
-    placed = []
-    for spans, part in zip(pieces_of(lengths, layout), shards, strict=True):
-        start = 0
-        for span in spans:
-            placed.append((span.start, part[start : start + span.length]))
-            start += span.length
-    whole = torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])])
-    return whole.movedim(0, axis)
+    pieces = pieces_of(lengths, layout)
+    return in_order([part[:n] for part, n in zip(shards, lengths, strict=True)], pieces, 0).movedim(0, axis)
+
+
+def in_order(shards: Sequence[Tensor], pieces: Sequence[tuple[Span, ...]], axis: int) -> Tensor:
+    """Return the pieces of all shards in the order of positions."""
+    placed = [
+        (span.start, part)
+        for spans, shard in zip(pieces, shards, strict=True)
+        for span, part in zip(spans, shard.split([span.length for span in spans], dim=axis), strict=True)
+    ]
+    return torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])], dim=axis)

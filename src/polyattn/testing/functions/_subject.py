@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import references as ref
-from ..compare import TOLERANCES
+from ..compare import TOLERANCES, largest_error
 from ._function import AttentionFunction
 
 __all__ = ["SIZES", "Declared", "Problem", "Sizes", "Subject", "Wrong", "ladder", "problem"]
@@ -198,12 +198,7 @@ def compared(got: F64, want: F64, dtype: str, x: Problem, what: str = "out", sca
         raise Wrong(f"{what}: expected the shape {want.shape}, got {got.shape}; at {x}")
     if not want.size:
         return 0.0
-    if scale is None:
-        scale = float(np.max(np.abs(want), initial=0.0, where=np.isfinite(want))) or 1.0
-    with np.errstate(invalid="ignore", over="ignore"):
-        errors = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.abs(got - want) / scale)
-    errors = np.where(np.isnan(errors), np.inf, errors)
-    worst = tuple(map(int, np.unravel_index(np.argmax(errors), errors.shape)))
-    if errors[worst] > TOLERANCES[dtype]:
+    error, worst = largest_error(got, want, scale)
+    if error > TOLERANCES[dtype]:
         raise Wrong(f"{what}{list(worst)}: expected {want[worst]:.7g}, got {got[worst]:.7g} in {dtype}; at {x}")
-    return float(errors[worst])
+    return error
