@@ -31,7 +31,7 @@ FLOORS = [
     ("functional",),
     ("selection",),
     ("conversion",),
-    ("account",),
+    ("account", "_resident"),
     ("checkpoint",),
     ("registry",),
     ("_plugin",),

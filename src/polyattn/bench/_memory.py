@@ -19,10 +19,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import registry
+from .._resident import reset_peak, resident
 from ..errors import PolyattnError
 from ..selection import use_backend
 from ._case import Case, Shape, parse_shape
@@ -108,16 +108,7 @@ def _watched(peer: Peer, case: Case, threads: int, compiled: bool) -> Memory:
         ctypes.CDLL(None).malloc_trim(0)
     time.sleep(0.05)
     with contextlib.suppress(OSError):  # reset VmHWM, if the system allows it
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _resident("VmRSS")
+        reset_peak()
+    before = resident("VmRSS")
     results = contestant.run()
-    return Memory(max(_resident("VmHWM") - before, 0), sum(x.nbytes for x in results.values()))
-
-
-def _resident(field: str) -> int:
-    """Return the resident set in bytes, the current (VmRSS) or the maximal one (VmHWM)."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-    except (OSError, StopIteration):
-        raise PolyattnError("memory is measured by /proc/self/status, which only Linux has") from None
+    return Memory(max(resident("VmHWM") - before, 0), sum(x.nbytes for x in results.values()))
