@@ -118,7 +118,7 @@ def site(tmp_path, monkeypatch):
 
 def pytest_ignore_collect(collection_path, config):
     # These need packages or processes of their own: they run where they are named, as ``nox -s suites scale`` does.
-    if collection_path in (HERE / "suites", HERE / "scale"):
+    if collection_path in (HERE / "suites", HERE / "scale", HERE / "faults"):
         return True
     chosen = config.getoption("--polyattn-backend") or "numpy"
     # CuPy's tests need no device: NumPy stands in for it. Those of the native kernels use NumPy, and torch beside it.
