@@ -6,6 +6,7 @@ and array-api-strict, and on cupy as well where a CUDA device exists.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -167,6 +168,54 @@ def differences(session: nox.Session) -> None:
     libraries = ("keras", "flax", "mlx[cpu]; sys_platform == 'linux'", "mlx; sys_platform == 'darwin'")
     install(session, "torch,jax,strict,bench,onnx,test", "ml_dtypes", *libraries)
     session.run("python", "benchmarks/differences.py", *session.posargs, env=UNSELECTED)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Kill processes, damage files and interrupt calls, for a minute; with ``-- --long`` for 20 minutes."""
+    install(session, "torch,jax,strict,cli,plot,test", "ml_dtypes", "pytest-xdist")
+    one_thread = {"OMP_NUM_THREADS": "1"}  # two processes share the work
+    session.run("pytest", "tests/faults", "-n", "2", *session.posargs, env=UNSELECTED | one_thread)
+
+
+# The supported Python versions, each with the oldest releases that pyproject.toml admits, and with the newest.
+MATRIX = [
+    nox.param(python, end, id=f"{python}-{end}") for python in ("3.11", "3.12", "3.13") for end in ("oldest", "newest")
+]
+FIRST_WHEELS = {("numpy", "3.13"): "2.1"}  # where the oldest release has none for a version of Python
+# What constraints.txt fixes for the sake of the libraries whose releases ``matrix`` varies.
+VARIED = ("array-api-compat", "array-api-strict", "jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "safetensors",
+          "scipy", "threadpoolctl", "torch")  # fmt: skip
+
+
+@nox.session
+@nox.parametrize("python,end", MATRIX)
+def matrix(session: nox.Session, end: str) -> None:
+    """Run the unit tests and the kit with the oldest or the newest releases; arguments after -- are backends."""
+    backends = session.posargs or [*EXTRAS]
+    pinned = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    others = Path(session.create_tmp()).resolve() / "constraints.txt"
+    others.write_text("\n".join(line for line in pinned if line.partition("==")[0] not in VARIED), encoding="utf-8")
+    wheel = project_wheel(session)
+    session.run("pip", "uninstall", "--quiet", "--yes", "polyattn", silent=True)
+    varied = releases(str(session.python), end, backends)
+    tools = (*PROJECT["project"]["optional-dependencies"]["test"], "ml_dtypes", "pytest-xdist", "hatchling")
+    session.install("--no-compile", "--upgrade", "-c", str(others), str(wheel), *varied, *tools)
+    session.run("pip", "freeze", "--exclude", "polyattn")
+    session.run("pytest", "tests/unit", "-n", "2", env=UNSELECTED)
+    for backend in backends:
+        env = UNSELECTED | QUICK.get(backend, {})
+        session.run("pytest", f"--polyattn-backend={backend}", "-n", "2", "--dist", "loadfile", *KIT, env=env)
+
+
+def releases(python: str, end: str, backends: list[str]) -> list[str]:
+    """Return the requirements of these backends: the lower bounds as equalities, or as they are."""
+    project = PROJECT["project"]
+    extras = [project["optional-dependencies"]["strict" if name == "array-api-strict" else name] for name in backends]
+    bounds = dict(line.split(">=") for line in itertools.chain(project["dependencies"], *extras))
+    if end == "newest":
+        return [f"{name}>={bound}" for name, bound in bounds.items()]
+    return [f"{name}=={FIRST_WHEELS.get((name, python), bound)}.*" for name, bound in bounds.items()]
 
 
 @nox.session
