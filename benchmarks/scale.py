@@ -1,7 +1,8 @@
 """Measure attention in two processes of this machine, and plan it for many devices; write both into docs/scale.md.
 
     python benchmarks/scale.py measure --output scale.json    # two gloo processes; a few minutes
-    python benchmarks/scale.py page scale.json                # the tables of docs/scale.md, and images/scale.png
+    python benchmarks/scale_dask.py --output dask.json        # Dask on this machine; three minutes
+    python benchmarks/scale.py page scale.json dask.json      # the tables of docs/scale.md, and images/scale.png
 
 The measured calls are interleaved. Each process has one thread, and the process to compare with has two.
 """
@@ -143,6 +144,20 @@ def measured(found: dict[str, Any]) -> Iterator[str]:
     yield from table(["two processes, one thread each", "time", "median ratio", "planned", "error"], rows)
 
 
+def measured_on_dask(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of Dask's times."""
+    yield f"On Dask, forward and backward on (1, 8, {found['n']}, 64), float32, causal, in chunks of {found['chunk']}"
+    yield f"positions; the fastest of {found['rounds']} interleaved rounds. The formula of all scores has no backward,"
+    yield "because Dask does not differentiate."
+    yield ""
+    best = {name: min(x) for name, x in found["seconds"].items()}
+    rows = []
+    for name, seconds in best.items():
+        alone = best["one process, forward" if "forward" in name else "one process"]
+        rows.append([name, f"{seconds:.3g} s", f"{seconds / alone:.2f}"])
+    yield from table(["two threads, or two worker processes of one thread", "time", "of one process"], rows)
+
+
 def planned(method: int) -> Iterator[str]:
     """Yield the table of one method for all numbers of devices and lengths."""
     rows = []
@@ -164,9 +179,9 @@ def of(n: int, count: int) -> tuple[Plan, ...]:
     return plan(MODEL._replace(n_q=n, n_k=n), Machine(count, **GPU))
 
 
-def written(found: dict[str, Any]) -> str:
+def written(found: dict[str, Any], dask: dict[str, Any]) -> str:
     """Return what stands between the marks."""
-    lines = ["\n### Measured here\n", *measured(found), "\n### Planned for many devices\n"]
+    lines = ["\n### Measured here\n", *measured(found), "", *measured_on_dask(dask), "\n### Planned for many devices\n"]
     lines += [
         "For 32 query heads and 8 key heads of 128 in bfloat16, causal, forward and backward; a device computes "
         "400 TFLOP/s and",
@@ -216,6 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--rounds", type=int, default=5)
     page = commands.add_parser("page")
     page.add_argument("found", type=Path)
+    page.add_argument("dask", type=Path)
     page.add_argument("--page", type=Path, default=PAGE)
     chosen = options.parse_args(arguments)
     if chosen.command == "measure":
@@ -223,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     before, _, rest = chosen.page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    text = written(json.loads(chosen.found.read_text(encoding="utf-8")))
+    text = written(*(json.loads(path.read_text(encoding="utf-8")) for path in (chosen.found, chosen.dask)))
     chosen.page.write_text(before + BEGIN + text + END + after, encoding="utf-8")
     picture(chosen.page.parent / "images" / "scale.png")
     return 0

@@ -1,18 +1,20 @@
 """Attention on Dask against one process: (1, 8, 16384, 64) in float32, causal, in chunks of 2048 positions.
 
-    python benchmarks/scale_dask.py [--positions 16384] [--rounds 3]
+    python benchmarks/scale_dask.py --output dask.json    # three minutes; scale.py page writes it into docs/scale.md
 
 One process has two threads; so have Dask's threads together, and its two worker processes have one each. All are timed
-in turn in every round, forward with backward; the smallest times and their ratios are printed. The peer is the formula
+in turn in every round, forward with backward; the smallest times and their ratios are kept. The peer is the formula
 in dask.array: einsum, softmax and einsum over all scores, forward only, because Dask does not differentiate.
 """
 
-import argparse
+import json
 import time
+from pathlib import Path
 
 import dask
 import dask.array as da
 import numpy as np
+from _common import parser
 from distributed import Client, LocalCluster, wait
 
 import polyattn as pa
@@ -22,11 +24,12 @@ HEADS, FEATURES = 8, 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--positions", type=int, default=16384)
-    parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--output", type=Path, default=Path("dask.json"))
+    arguments.add_argument("--positions", type=int, default=16384)
+    arguments.add_argument("--chunk", type=int, default=2048)
+    arguments.add_argument("--rounds", type=int, default=3)
+    options = arguments.parse_args()
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((1, HEADS, options.positions, FEATURES), dtype=np.float32) for _ in range(4)]
     with (
@@ -49,7 +52,8 @@ def main() -> None:
                 began = time.perf_counter()
                 run()
                 seconds[name].append(time.perf_counter() - began)
-    report({name: min(times) for name, times in seconds.items()})
+    found = {"n": options.positions, "chunk": options.chunk, "rounds": options.rounds, "seconds": seconds}
+    options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def one_process(q, k, v, dout):
@@ -73,13 +77,6 @@ def formula(q, k, v):
     scores = da.where(allowed, scores, np.float32(-np.inf))
     weights = da.exp(scores - scores.max(axis=-1, keepdims=True))
     return da.einsum("bhij,bhjd->bhid", weights / weights.sum(axis=-1, keepdims=True), v)
-
-
-def report(seconds: dict[str, float]) -> None:
-    print("| way | seconds | of one process |\n| --- | --- | --- |")
-    for name, best in seconds.items():
-        base = seconds["one process, forward" if "forward" in name else "one process"]
-        print(f"| {name} | {best:.2f} | {best / base:.2f} |")
 
 
 if __name__ == "__main__":

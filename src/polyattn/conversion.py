@@ -20,7 +20,7 @@ from .account import Crossing, permit, record
 from .backend import Array, Backend, Place, dtype_name
 from .errors import ArgumentError, BackendMismatchError, BackendUnavailableError, DTypeError, PolyattnError
 
-__all__ = ["checked_device", "destination", "move", "move_argument", "place_of", "to_backend"]
+__all__ = ["checked_device", "destination", "expect_usable", "move", "move_argument", "place_of", "to_backend"]
 
 
 def to_backend(x: Array, name: str, device: str | None = None, copy: bool | None = None) -> Array:
@@ -104,7 +104,7 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
             kind, backend = type(x), registry.owner(x, name)
         unusable = backend.state(x).unusable
         if unusable is not None:
-            raise BackendMismatchError(f"{name}: expected an array to compute with, but this one {unusable}")
+            raise _unusable(name, unusable)
         here = backend.device_of(x)
         if found is None or (device is None and backend is found):
             found, device = backend, here
@@ -113,6 +113,19 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
     if found is None:
         raise BackendMismatchError(f"{', '.join(arrays)}: expected an array, got {type(None).__name__}")
     return Place(found, device)
+
+
+def expect_usable(**arrays: object) -> None:
+    """Require that polyattn can compute with those of these objects that are arrays."""
+    for name, x in arrays.items():
+        if registry.looks_like_array(x):
+            unusable = registry.owner(x, name).state(x).unusable
+            if unusable is not None:
+                raise _unusable(name, unusable)
+
+
+def _unusable(name: str, reason: str) -> BackendMismatchError:
+    return BackendMismatchError(f"{name}: expected an array to compute with, but this one {reason}")
 
 
 def checked_device(backend: Backend, device: str | None) -> str | None:

@@ -241,3 +241,12 @@ def test_bad_input_raises_with_the_remedy(case):
     arrays, arguments, error, message = BAD[case]
     with pytest.raises(error, match=message):
         over_dask.attention(*arrays, **arguments)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias"])
+def test_dispatch_names_an_array_of_unknown_sizes(name):
+    arrays = dict.fromkeys("qkv", Q) | {name: UNKNOWN if name in "qkv" else of((8, 8), 4)[of((8,), 4) > 0]}
+    if name == "mask":
+        arrays["mask"] = arrays["mask"] > 0
+    with pytest.raises(pa.BackendMismatchError, match=rf"{name}: .*compute_chunk_sizes\(\)"):
+        pa.attention(**arrays)

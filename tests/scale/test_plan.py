@@ -96,12 +96,16 @@ def test_the_page_is_written_from_what_was_measured(tmp_path):
     }  # fmt: skip
     (tmp_path / "images").mkdir()
     (tmp_path / "found.json").write_text(json.dumps(found))
+    dask = {"n": 4096, "chunk": 512, "rounds": 2}
+    dask["seconds"] = {"one process, forward": [1.0], "one process": [3.0, 4.0], "two workers": [4.5, 5.0]}
+    (tmp_path / "dask.json").write_text(json.dumps(dask))
     page = tmp_path / "scale.md"
     page.write_text(
         "before\n<!-- written by benchmarks/scale.py -->\nold\n<!-- end of what benchmarks/scale.py writes -->\nafter\n"
     )
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "scale.py"
-    command = [sys.executable, str(script), "page", str(tmp_path / "found.json"), "--page", str(page)]
+    files = (str(tmp_path / name) for name in ("found.json", "dask.json"))
+    command = [sys.executable, str(script), "page", *files, "--page", str(page)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     text = page.read_text()
     assert text.startswith("before\n")
@@ -111,5 +115,6 @@ def test_the_page_is_written_from_what_was_measured(tmp_path):
     compute, shard = 3.5 * 2 * 8 * (4096**2 // 2) * 128 / 2 / block, 8 * 2048 * 128 * 4
     home = 1e-4 + shard / 1e9
     assert f"| ring | 3 s | 1.38 | {compute + home:.3g} s | {(compute + home) / 3 - 1:+.0%} |" in text
+    assert "| two workers | 4.5 s | 1.50 |" in text
     assert text.count("| 10⁹, 4096 |") == 3
     assert (tmp_path / "images" / "scale.png").stat().st_size > 10_000

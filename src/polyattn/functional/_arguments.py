@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import Array, Backend, dtype_name
+from ..conversion import expect_usable
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels import Problem, Sizes, StructuredBias, StructuredMask
 from ..kernels._arrays import broadcast_shapes, broadcasts
@@ -31,7 +32,11 @@ def checked_call(q: Array, k: Array, v: Array, **arguments: Any) -> Arguments:
     """Check the arguments of a call, and return its arrays and static arguments by name."""
     if v is None:
         expect_arrays(v=v)
-    arrays, options = checked_options(checked_sizes(q, k, v), **arguments)
+    try:
+        arrays, options = checked_options(checked_sizes(q, k, v), **arguments)
+    except ShapeError:
+        expect_usable(q=q, k=k, v=v, **arguments)  # the shape of an array that is not usable may have no numbers
+        raise
     return Arguments({"q": q, "k": k, "v": v, **arrays}, options)
 
 
