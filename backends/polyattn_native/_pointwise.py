@@ -99,9 +99,13 @@ class Operations:
         self._sum_rows.argtypes = [code, code, *sizes, *rows, pointer]
         self._adamw = functions.polyattn_adamw
         self._adamw.argtypes = [code, code, count, ctypes.POINTER(AdamWStep), pointer, pointer]
+        self._rotary = functions.polyattn_rotary
+        self._rotary.argtypes = [
+            *codes, *[count] * 5, pointer, ctypes.POINTER(count), pointer, pointer, count, pointer
+        ]  # fmt: skip
         for function in (
             self._activation, self._activation_backward, self._softmax, self._softmax_backward, self._norm,
-            self._norm_backward, self._matmul, self._sum_rows, self._adamw,
+            self._norm_backward, self._matmul, self._sum_rows, self._rotary, self._adamw,
         ):  # fmt: skip
             function.restype = Status
 
@@ -307,6 +311,29 @@ class Operations:
             layout.dtype, layout.threads, layout.rows, layout.n, address_of(x), layout.steps[0], memory_of(total)
         )
         return total if succeeded(done) else None
+
+    # ---- rotary embedding ----------------------------------------------------------------------------------------
+
+    def rotary(self, x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Array | None:
+        of_sums, (n, half) = wide(x.dtype), cos.shape[-2:]
+        if x.dtype not in CODES or not 2 <= x.ndim <= 4 or x.size == 0 or half == 0 or not x.flags.aligned:
+            return None
+        entries, heads = (1,) * (4 - x.ndim) + x.shape[:-2]
+        each = cos.size // (n * half)  # entries with angles of their own
+        if type(x) is not np.ndarray or each not in (1, entries) or cos.shape[-3:-2] not in ((), (1,)):
+            return None
+        if not (is_whole(cos, of_sums, each * n * half) and is_whole(sin, of_sums, each * n * half)):
+            return None
+        steps = (0,) * (4 - x.ndim) + strides_of(x)
+        if steps[-1] != 1 or any(step % x.itemsize for step in x.strides):
+            return None
+        y = np.empty(x.shape, x.dtype)
+        done = self._rotary(
+            CODES[x.dtype], interleaved, thread_count(self._backend), entries, heads, n, x.shape[-1], half,
+            address_of(x), (ctypes.c_int64 * 3)(*steps[:3]), address_of(cos), address_of(sin),
+            n * half if each > 1 else 0, memory_of(y),
+        )  # fmt: skip
+        return y if succeeded(done) else None
 
     # ---- AdamW ---------------------------------------------------------------------------------------------------
 

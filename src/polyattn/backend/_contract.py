@@ -195,6 +195,7 @@ class Backend:
             layer_norm     x, weight, bias; eps, axes              y, x̂, √(var + eps): the latter in float32 at least
             rms_norm       x, weight; eps, axes                    y, √(mean(x²) + eps)
             linear         x, weight (in, out), bias               y
+            rotary         x, cos, sin (…, n, dim / 2); interleaved  y, of pairs rotated by the angles
 
             gelu_backward, silu_backward                dy, x; approximate               dx
             geglu_backward, swiglu_backward             dy, gate, up; approximate        dgate, dup

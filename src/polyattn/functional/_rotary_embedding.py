@@ -91,6 +91,10 @@ def backward(backend: Backend, dy: Array, saved: Saved) -> RotaryEmbeddingGrads:
 def _rotated(backend: Backend, x: Array, angles: Saved) -> Array:
     """Rotate the pairs of the first ``dim`` features; the other features do not change."""
     xp, (cos, sin, interleaved, bounded) = backend.namespace(), angles
+    if bounded:
+        y = backend.operation("rotary", x, cos, sin, interleaved=interleaved)
+        if y is not None:
+            return y
     half = cos.shape[-1]
     dim = 2 * half
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, half), slice(half, dim))

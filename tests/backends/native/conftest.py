@@ -1,10 +1,14 @@
-"""Fixtures of the tests of the native kernel of attention."""
+"""Fixtures of the tests of the native kernels."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from polyattn_native import _kernel
+import polyattn_numpy
+from polyattn_native import _kernel, operation
 
 
 @pytest.fixture
@@ -32,3 +36,43 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The number of threads, however few processors and however small the problem."""
     monkeypatch.setattr(_kernel, "threads_of", lambda problem: request.param)
     return int(request.param)
+
+
+class Spy:
+    """Whether the native library computed each call since the last look."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool] = []
+        self.off = False
+
+    def __call__(self, name: str, *arrays: Any, **options: Any) -> Any:
+        results = None if self.off else operation(name, *arrays, **options)
+        self.answers.append(results is not None)
+        return results
+
+    def native(self) -> bool:
+        """Return whether all calls were native, or none; a mixture fails."""
+        answers, self.answers = set(self.answers), []
+        assert len(answers) == 1
+        return answers.pop()
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    found = Spy()
+    monkeypatch.setattr(polyattn_numpy, "operation", found)
+    return found
+
+
+@pytest.fixture
+def formula(spy: Spy) -> Callable[[Callable[[], Any]], Any]:
+    """Return ``formula(function)``, which calls a function without the native library."""
+
+    def call(function: Callable[[], Any]) -> Any:
+        spy.off = True
+        try:
+            return function()
+        finally:
+            spy.off, spy.answers = False, []
+
+    return call
