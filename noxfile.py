@@ -183,9 +183,7 @@ MATRIX = [
     nox.param(python, end, id=f"{python}-{end}") for python in ("3.11", "3.12", "3.13") for end in ("oldest", "newest")
 ]
 FIRST_WHEELS = {("numpy", "3.13"): "2.1"}  # where the oldest release has none for a version of Python
-# What constraints.txt fixes for the sake of the libraries whose releases ``matrix`` varies.
-VARIED = ("array-api-compat", "array-api-strict", "jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "safetensors",
-          "scipy", "threadpoolctl", "torch")  # fmt: skip
+TOOLS = ("hatchling", "hypothesis", "pytest", "pytest-xdist")
 
 
 @nox.session
@@ -193,14 +191,11 @@ VARIED = ("array-api-compat", "array-api-strict", "jax", "jaxlib", "ml_dtypes", 
 def matrix(session: nox.Session, end: str) -> None:
     """Run the unit tests and the kit with the oldest or the newest releases; arguments after -- are backends."""
     backends = session.posargs or [*EXTRAS]
-    pinned = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-    others = Path(session.create_tmp()).resolve() / "constraints.txt"
-    others.write_text("\n".join(line for line in pinned if line.partition("==")[0] not in VARIED), encoding="utf-8")
     wheel = project_wheel(session)
     session.run("pip", "uninstall", "--quiet", "--yes", "polyattn", silent=True)
-    varied = releases(str(session.python), end, backends)
-    tools = (*PROJECT["project"]["optional-dependencies"]["test"], "ml_dtypes", "pytest-xdist", "hatchling")
-    session.install("--no-compile", "--upgrade", "-c", str(others), str(wheel), *varied, *tools)
+    pinned = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    tools = [line for line in pinned if line.partition("==")[0] in TOOLS]
+    session.install("--no-compile", str(wheel), *releases(str(session.python), end, backends), *tools, "ml_dtypes")
     session.run("pip", "freeze", "--exclude", "polyattn")
     session.run("pytest", "tests/unit", "-n", "2", env=UNSELECTED)
     for backend in backends:

@@ -11,7 +11,7 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-NEEDS = ("torch", "jax", "matplotlib")
+NEEDS = ("torch", "jax", "dask", "matplotlib")
 
 
 def python_of(page: Path) -> str:
