@@ -200,5 +200,7 @@ def compared(got: F64, want: F64, dtype: str, x: Problem, what: str = "out", sca
         return 0.0
     error, worst = largest_error(got, want, scale)
     if error > TOLERANCES[dtype]:
-        raise Wrong(f"{what}{list(worst)}: expected {want[worst]:.7g}, got {got[worst]:.7g} in {dtype}; at {x}")
+        digits = 15 if dtype == "float64" else 7
+        numbers = f"expected {want[worst]:.{digits}g}, got {got[worst]:.{digits}g}"
+        raise Wrong(f"{what}{list(worst)}: {numbers} in {dtype}; at {x}")
     return error
