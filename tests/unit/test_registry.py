@@ -185,7 +185,8 @@ class Library(types.ModuleType):
 
     @staticmethod
     def from_dlpack(x, copy=None):
-        return Array(np.from_dlpack(x, copy=copy))
+        view = np.from_dlpack(x)  # NumPy 2.0 has no copy=
+        return Array(view.copy() if copy else view)
 
     @staticmethod
     def isdtype(dtype, kind):
