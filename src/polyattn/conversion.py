@@ -116,12 +116,14 @@ def place_of(arrays: Mapping[str, Array | None]) -> Place:
 
 
 def expect_usable(**arrays: object) -> None:
-    """Require that polyattn can compute with those of these objects that are arrays."""
+    """Require that polyattn can compute with those of these objects that are arrays of a known library."""
     for name, x in arrays.items():
-        if registry.looks_like_array(x):
+        try:
             unusable = registry.owner(x, name).state(x).unusable
-            if unusable is not None:
-                raise _unusable(name, unusable)
+        except BackendMismatchError:
+            continue
+        if unusable is not None:
+            raise _unusable(name, unusable)
 
 
 def _unusable(name: str, reason: str) -> BackendMismatchError:
