@@ -185,8 +185,8 @@ class Library(types.ModuleType):
 
     @staticmethod
     def from_dlpack(x, copy=None):
-        view = np.from_dlpack(x)  # NumPy 2.0 has no copy=
-        return Array(view.copy() if copy else view)
+        view = np.from_dlpack(x)  # NumPy 2.0 has no copy=, and its view cannot be exported again
+        return Array(view.copy() if copy or not view.flags.writeable else view)
 
     @staticmethod
     def isdtype(dtype, kind):
