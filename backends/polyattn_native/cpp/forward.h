@@ -67,12 +67,13 @@ template <class T> inline Running<T> sink_of(const Attention &a, int64_t head) {
     return {sink * T(1.44269504088896340736), sink == -T(__builtin_inf()) ? T(0) : T(1)};
 }
 
-/// Bounds of the range of T, far enough inside it for sums of two values and products with log2 e.
+/// Bounds of the range of T, far enough inside it for sums of two values and products with log2 e; and the number whose
+/// last place is 32, so that its rounding error is an exponent in the range.
 template <class T> struct Limits {
-    static constexpr T LARGE = T(1e30), SMALL = T(1e-25);
+    static constexpr T LARGE = T(1e30), SMALL = T(1e-25), COARSE = T(1 << 28);
 };
 template <> struct Limits<double> {
-    static constexpr double LARGE = 1e300, SMALL = 1e-250;
+    static constexpr double LARGE = 1e300, SMALL = 1e-250, COARSE = double(int64_t(1) << 57);
 };
 
 /// Whether no score can overflow or lose digits to underflow, and all packed queries and keys are finite.
@@ -112,8 +113,10 @@ inline bool finish_row(const Call<Element> &call, int64_t item, int64_t head, in
     }
     write_row(sums, a.d_v, head_of<Element>(a, a.out, item, head) + query * a.out.row, a.out.feature);
     write_statistics(a, (item * a.heads + head) * a.n_q + query, row);
-    bool deep = row.largest < -Limits<T>::LARGE && row.total != 0;  // of a bias near the end of the range
-    return sum_of<T>(zeros) == 0 && row.total < Limits<T>::LARGE && row.largest < Limits<T>::LARGE && !deep;
+    // With a unit, the largest score is rounded, but its difference from itself is not: the error is an exponent.
+    const T bound = call.unit == 1 ? Limits<T>::LARGE : Limits<T>::COARSE;
+    bool near = row.largest < bound && (row.largest > -bound || row.largest == -T(__builtin_inf()));
+    return sum_of<T>(zeros) == 0 && row.total < Limits<T>::LARGE && near;
 }
 
 }  // namespace forward

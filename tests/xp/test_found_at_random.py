@@ -1,0 +1,38 @@
+"""The smallest inputs of what random problems found (tests/faults): each was wrong on some library or kernel."""
+
+import numpy as np
+import pytest
+
+import polyattn as pa
+from polyattn.kernels import candidates
+from polyattn.testing import assert_close
+from polyattn.testing import references as ref
+
+F = pa.functional
+Q = np.array([[0.3, -1.2, 0.5, 2.0], [1.0, 0.4, -0.7, 0.1]])
+K = np.array([[0.2, 1.1, -0.3, 0.9], [-1.5, 0.6, 0.8, -0.2], [0.7, -0.4, 1.3, 0.5]])
+V = np.array([[1.0, -2.0], [0.5, 3.0], [-1.5, 0.25]])
+FAR = 2**40
+
+
+def of_each_kernel(contract, call):
+    """Return what a call returns by each kernel that does not decline, by name."""
+    found = {}
+    for kernel in candidates(contract.kernels):
+        try:
+            found[kernel.name] = call(kernel.name)
+        except pa.KernelUnsupportedError:
+            continue
+    assert {"tiled", "plain"} <= set(found)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_row_of_large_scores_is_not_empty(dtype, contract, make, to_np):
+    """The rounding error of a score of 2⁴⁰ is far from 0, and its exponential was 0: the row came out as zeros."""
+    k, v = make(np.array([[2.0**20]]), dtype), make(np.array([[0.5, 3.0]]), dtype)
+    for factor in range(1, 13):
+        q = make(np.array([[factor * 2.0**20]]), dtype)
+        found = of_each_kernel(contract, lambda kernel, q=q: pa.attention(q, k, v, scale=0.125, kernel=kernel))
+        for name, out in found.items():
+            assert_close(to_np(out), [[0.5, 3.0]], dtype, what=f"out of {name} for {factor}")
