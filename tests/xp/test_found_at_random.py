@@ -36,3 +36,12 @@ def test_a_row_of_large_scores_is_not_empty(dtype, contract, make, to_np):
         found = of_each_kernel(contract, lambda kernel, q=q: pa.attention(q, k, v, scale=0.125, kernel=kernel))
         for name, out in found.items():
             assert_close(to_np(out), [[0.5, 3.0]], dtype, what=f"out of {name} for {factor}")
+
+
+@pytest.mark.parametrize(("d_k", "d_v"), [(0, 2), (2, 0), (0, 0)])
+def test_kernels_without_features(d_k, d_v, contract, make, to_np):
+    """A kernel that is forced computes features of length 0 or declines them."""
+    q, k, v = (make(np.ones((3, 5, d))) for d in (d_k, d_k, d_v))
+    k, v = k[:1, ...], v[:1, ...]
+    for out in of_each_kernel(contract, lambda kernel: pa.attention(q, k, v, kernel=kernel)).values():
+        np.testing.assert_array_equal(to_np(out), np.ones((3, 5, d_v)))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from ..backend import Array, Backend, Cache, dtype_name
 from ..kernels import (
-    GENERIC,
     AttentionGrads,
     Kernel,
     Problem,
@@ -240,9 +239,7 @@ def row_statistics_of(saved: Saved) -> RowStatistics:
 
 def kernel_for(problem: Problem, name: str | None) -> Kernel:
     """Return the kernel that computes a problem."""
-    # Feature axes of length 0 are valid, but only the generic kernel must support them.
-    odd = name is None and 0 in (problem.sizes.d_k, problem.sizes.d_v)
-    return GENERIC if odd else choose(problem.backend.kernels, problem, name)
+    return choose(problem.backend.kernels, problem, name)
 
 
 def empty_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..account import permit
 from ..backend import Array, Place
 from ..errors import DTypeError
-from ..kernels import candidates, dtype_name
+from ..kernels import candidates, dtype_name, refusal
 from ._arguments import checked_call, make_problem
 from ._attention import kernel_for
 from ._checks import ShapeDtype, is_integer
@@ -91,7 +91,7 @@ def explain(
     refusals = {}
     for candidate in candidates(place.backend.kernels):
         if candidate is not chosen:
-            refusals[candidate.name] = candidate.supports(problem) or f"supported, but {chosen.name} comes before it"
+            refusals[candidate.name] = refusal(candidate, problem) or f"supported, but {chosen.name} comes before it"
     sizes = problem.sizes
     flops = 2 * math.prod(sizes.scores) * (sizes.d_k + sizes.d_v)
     results = math.prod(sizes.scores[:-1]) * sizes.d_v

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ._alibi import AlibiBias
 from ._arrays import FLOAT_DTYPES, Array, cast, dtype_name, expand, unbroadcast, wide, widen
 from ._block_mask import BlockMask
-from ._choice import GENERIC, candidates, choose, named
+from ._choice import GENERIC, candidates, choose, named, refusal
 from ._dropout import THREEFRY
 from ._merge import merge, statistics_of_lse
 from ._prefix_mask import PrefixMask
@@ -52,6 +52,7 @@ __all__ = [
     "merge",
     "named",
     "reach",
+    "refusal",
     "statistics_of_lse",
     "tile_lengths",
     "unbroadcast",

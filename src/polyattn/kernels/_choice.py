@@ -33,6 +33,17 @@ def named(kernels: Sequence[Kernel], name: str) -> Kernel:
     raise KernelUnsupportedError(f"kernel: this backend has no kernel {name!r}; it has {there}")
 
 
+def refusal(kernel: Kernel, problem: Problem) -> str | None:
+    """Return why a kernel does not compute a problem, or None if it does.
+
+    Features of length 0 are valid, but only the generic and the plain kernel have to support them.
+    """
+    own = kernel is not GENERIC and kernel is not PLAIN
+    if own and 0 in (problem.sizes.d_k, problem.sizes.d_v):
+        return "there are features of length 0"
+    return kernel.supports(problem)
+
+
 def choose(kernels: Sequence[Kernel], problem: Problem, name: str | None = None) -> Kernel:
     """Return the kernel that computes the problem; ``name`` forces one.
 
@@ -43,11 +54,11 @@ def choose(kernels: Sequence[Kernel], problem: Problem, name: str | None = None)
     """
     if name is not None:
         kernel = named(kernels, name)
-        reason = kernel.supports(problem)
+        reason = refusal(kernel, problem)
         if reason is not None:
             raise KernelUnsupportedError(f"kernel: {name!r} does not compute this problem: {reason}")
         return kernel
     for kernel in kernels:
-        if kernel.supports(problem) is None:
+        if refusal(kernel, problem) is None:
             return kernel
     return GENERIC
