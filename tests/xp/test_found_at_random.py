@@ -45,3 +45,12 @@ def test_kernels_without_features(d_k, d_v, contract, make, to_np):
     k, v = k[:1, ...], v[:1, ...]
     for out in of_each_kernel(contract, lambda kernel: pa.attention(q, k, v, kernel=kernel)).values():
         np.testing.assert_array_equal(to_np(out), np.ones((3, 5, d_v)))
+
+
+@pytest.mark.parametrize("n_k", [0, 3])
+def test_a_sink_of_minus_infinity_has_no_gradient(n_k, make, to_np):
+    """It counts as none, also where there are no keys."""
+    q, k, v = make(Q[:, None]), make(K[None, :n_k]), make(V[None, :n_k])
+    out, cache = pa.attention_forward(q, k, v, sinks=make(np.array([0.5, -np.inf])))
+    grads = pa.attention_backward(make(np.zeros(out.shape)), cache, make(np.ones((2, 1))))
+    assert to_np(grads.sinks)[1] == 0 < to_np(grads.sinks)[0]

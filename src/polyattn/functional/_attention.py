@@ -262,4 +262,5 @@ def empty_backward(
     dbias, dsinks = (None if x is None else xp.zeros_like(x) for x in (problem.bias_array, problem.sinks))
     if dsinks is not None and dlse is not None:
         dsinks = cast(xp, unbroadcast(xp, xp.sum(dlse, axis=-1), dsinks.shape), dsinks.dtype)
+        dsinks = xp.where(xp.equal(problem.sinks, -math.inf), xp.zeros_like(dsinks), dsinks)  # as if there were none
     return AttentionGrads(xp.zeros_like(q), xp.zeros_like(k), xp.zeros_like(v), dbias, dsinks)
