@@ -54,3 +54,27 @@ def test_a_sink_of_minus_infinity_has_no_gradient(n_k, make, to_np):
     out, cache = pa.attention_forward(q, k, v, sinks=make(np.array([0.5, -np.inf])))
     grads = pa.attention_backward(make(np.zeros(out.shape)), cache, make(np.ones((2, 1))))
     assert to_np(grads.sinks)[1] == 0 < to_np(grads.sinks)[0]
+
+
+@pytest.mark.parametrize(
+    ("offset", "window"),
+    [(FAR, (FAR, None)), (FAR, (FAR, FAR)), (FAR - 2, (FAR, 0)), (-FAR, (None, FAR))],
+)
+def test_positions_far_beyond_32_bits(offset, window, contract, make, to_np):
+    """An offset and a window that are both far away leave the same keys as their difference."""
+    want = ref.attention(Q, K, V, q_offset=offset, window=window).out
+    arrays = [make(x) for x in (Q, K, V)]
+    far = {"q_offset": offset, "window": window}
+    found = of_each_kernel(contract, lambda kernel: pa.attention(*arrays, **far, kernel=kernel))
+    for name, out in found.items():
+        assert_close(to_np(out), want, what=f"out of {name}")
+
+
+@pytest.mark.parametrize("offset", [2**31 - 1, 2**31, 2**40, -(2**31) - 1, -(2**40)])
+def test_rotary_positions_beyond_32_bits(offset, make, backend):
+    x = make(np.ones((1, 2, 4)))
+    with pytest.raises(pa.ArgumentError, match=r"^offset: expected positions of 32 bits"):
+        F.rotary_embedding(x, offset=offset)
+    layer = pa.MultiHeadAttention(4, 2, rotary=True, dtype="float64", backend=backend)
+    with pytest.raises(pa.ArgumentError, match=r"^q_offset: expected positions of 32 bits"):
+        layer(x, q_offset=offset)

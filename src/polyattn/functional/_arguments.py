@@ -18,6 +18,9 @@ from ..kernels._arrays import broadcast_shapes, broadcasts
 from ..registry import owner
 from ._checks import expect_arrays, expect_floating, expect_one_dtype, expect_rank, is_integer, is_number, shown
 
+FAR = 2**32
+"""A distance beyond which no key is."""
+
 
 class Arguments(NamedTuple):
     """The checked arguments of an attention call; the keys of both parts are fields of :class:`Problem`."""
@@ -69,6 +72,8 @@ def checked_options(
         _expect_lengths(key_lengths, options.get("key_lengths"), sizes.n_k)
     if window is not None:
         options["window"] = checked_window(window)
+    if not -FAR <= options.get("q_offset", 0) <= FAR:
+        options["q_offset"], options["window"] = _nearer(options["q_offset"], options.get("window", (None, None)))
     if softcap is not None:
         options["softcap"] = _checked_softcap(softcap)
     if seed is not None or not (type(dropout) is float and dropout == 0):
@@ -236,6 +241,16 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
     if any(side is not None and side < 0 for side in (left, right)):
         raise ArgumentError(f"window: expected distances that are not negative, got {shown(window)}")
     return left, right
+
+
+def _nearer(q_offset: int, window: tuple[int | None, int | None]) -> tuple[int, tuple[int | None, int | None]]:
+    """Return an offset within ±FAR, and the window moved with it: for the keys that exist, the effect is the same."""
+    near = max(-FAR, min(q_offset, FAR))
+    left, right = window
+    return near, (
+        None if left is None else max(left - (q_offset - near), 0),
+        None if right is None else max(right + (q_offset - near), 0),
+    )
 
 
 def _checked_scale(scale: float | None, d_k: int) -> float:

@@ -211,6 +211,7 @@ def _check(
     start = static_integer("offset", offset, batch)
     if offset is None:
         raise DTypeError("offset: expected an integer or integers, got None")
+    expect_start("offset", start, n)
     if positions is not None:
         expect_positions("positions", positions, batch, n)
         if start != 0:
@@ -273,6 +274,12 @@ def _checked_tables(tables: Any, positions: Array | None, rows: tuple[int, ...],
     elif cos.ndim != 2 or cos.shape[0] == 0:
         raise ShapeError(f"tables: expected (m, dim / 2) where positions are given, got {tuple(cos.shape)}")
     return 2 * half
+
+
+def expect_start(name: str, start: int | None, n: int) -> None:
+    """Require that n positions from ``start`` on, if it is static, are 32-bit integers."""
+    if start is not None and not -(2**31) <= start <= 2**31 - n:
+        raise ArgumentError(f"{name}: expected positions of 32 bits, got {n} from {start} on")
 
 
 def expect_positions(name: str, positions: Any, batch: tuple[int, ...], n: int) -> None:

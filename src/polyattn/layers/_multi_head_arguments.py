@@ -15,7 +15,7 @@ from ..functional._arguments import (
     expect_keywords,
 )
 from ..functional._checks import ShapeDtype, expect_dtype, expect_rank, shown
-from ..functional._rotary_embedding import DEFAULT_BASE, Rotation, checked_rotation, expect_positions
+from ..functional._rotary_embedding import DEFAULT_BASE, Rotation, checked_rotation, expect_positions, expect_start
 from ..kernels import Sizes
 from ..kv_cache import KVCache, PagedKVCache, SlidingKVCache
 
@@ -102,8 +102,10 @@ def checked_arguments(
     if layer.window is not None:
         arguments = {"window": layer.window, **arguments}
     arrays, options = checked_options(sizes, scale=layer.score_scale(), **arguments)
-    if layer.rotation is not None and positions is None and "q_offset" in arrays:
-        expect_broadcastable("q_offset", arrays["q_offset"], tuple(query.shape[:-2]), "query's leading axes")
+    if layer.rotation is not None and positions is None:
+        expect_start("q_offset", options.get("q_offset"), query.shape[-2])
+        if "q_offset" in arrays:
+            expect_broadcastable("q_offset", arrays["q_offset"], tuple(query.shape[:-2]), "query's leading axes")
     given = {"query": query, "key": inputs.key, "value": inputs.value, **arrays, **rotated}
     options["value_is_query"] = inputs.value_is_query
     return Arguments({name: x for name, x in given.items() if x is not None}, options)
