@@ -80,6 +80,7 @@ FAULTS = {
     "integer mask": (attend(mask=np.ones((6, 6), int)), pa.DTypeError, r"mask: expected booleans.* got int64; .*bias="),
     "float mask": (attend(mask=np.ones((6, 6))), pa.DTypeError, r"mask: expected booleans.* got float64; .*bias="),
     "mask in a list": (attend(mask=[True]), pa.DTypeError, r"mask: expected booleans.* got list"),
+    "mask without an array": (attend(mask=True), pa.DTypeError, r"mask: expected booleans in an array.* got bool"),
     "boolean bias": (attend(bias=np.ones((6, 6), bool)), pa.DTypeError, r"bias: expected a floating dtype .* got bool"),
     "float lengths": (attend(key_lengths=2.5), pa.DTypeError, r"key_lengths: expected an integer or integers, got 2.5"),
     "boolean lengths": (attend(key_lengths=True), pa.DTypeError, r"key_lengths: expected an integer .* got True"),

@@ -147,9 +147,10 @@ def _expect_pairs(mask: Any, bias: Any, sinks: Any, sizes: Sizes) -> None:
     if isinstance(mask, StructuredMask):
         mask.expect_fit(sizes)
     elif mask is not None:
-        if dtype_name(getattr(mask, "dtype", type(mask))) not in ("bool", "bool_"):
+        kind = dtype_name(getattr(mask, "dtype", type(mask)))
+        if not hasattr(mask, "shape") or kind not in ("bool", "bool_"):
             raise DTypeError(
-                f"mask: expected booleans, True = may attend, got {dtype_name(getattr(mask, 'dtype', type(mask)))}; "
+                f"mask: expected booleans in an array, True = may attend, got {kind}; "
                 "what is added to the scores goes into bias="
             )
         expect_broadcastable("mask", mask, sizes.scores, "(…, H, n_q, n_k)")
