@@ -78,3 +78,30 @@ def test_rotary_positions_beyond_32_bits(offset, make, backend):
     layer = pa.MultiHeadAttention(4, 2, rotary=True, dtype="float64", backend=backend)
     with pytest.raises(pa.ArgumentError, match=r"^q_offset: expected positions of 32 bits"):
         layer(x, q_offset=offset)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_sink_of_a_query_with_nan(dtype, contract, make, to_np):
+    """Where no key is allowed, the log-sum-exp is the sink, whatever the query and the keys are."""
+    q, k = np.array([[np.nan, 1.0], [1.0, 2.0]]), np.full((3, 2), np.inf)
+    arrays = [make(x, dtype) for x in (q, k, V)]
+    sinks, bias, mask = make(np.array([0.3]), dtype), make(np.zeros(3), dtype), make(np.array(False), "bool")
+    more = {"sinks": sinks, "bias": bias, "mask": mask}
+    found = of_each_kernel(contract, lambda kernel: pa.attention_forward(*arrays, **more, kernel=kernel)[1])
+    for name, cache in found.items():
+        assert_close(to_np(cache.lse), np.full(2, 0.3), dtype, what=f"lse of {name}")
+
+
+def test_digits_beside_nan(contract, make, to_np):
+    """NaN in one row of dout and in one value leaves the digits of what depends on neither."""
+    v, dout = np.array([[1.0, 0.5], [np.nan, 2.0]]), np.array([[0.6, -0.1], [np.nan, 0.3]])
+    mask = np.array([[True, False], [False, True]])
+    want = ref.attention_gradients(dout, Q[:, :2], K[:2, :2], v, mask=mask, scale=40.0)
+    arrays = [make(x, "float32") for x in (Q[:, :2], K[:2, :2], v)]
+
+    def gradients(kernel):
+        _, cache = pa.attention_forward(*arrays, mask=make(mask, "bool"), scale=40.0, kernel=kernel)
+        return pa.attention_backward(make(dout, "float32"), cache)
+
+    for name, grads in of_each_kernel(contract, gradients).items():
+        assert_close(to_np(grads.v)[0], want.v[0], "float32", what=f"gradient of the first value, {name}")

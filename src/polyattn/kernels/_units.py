@@ -110,7 +110,7 @@ def only_finite(xp: Any, x: Array) -> Array:
 def bound(xp: Any, x: Array, axis: int | None = None) -> Array:
     """Return the largest absolute value, NaN if any is NaN, without a copy of the array. 0-d if axis is None."""
     if 0 in x.shape:
-        return xp.sum(x)
+        return xp.sum(x, axis=axis, keepdims=axis is not None)
     where: dict[str, Any] = {"axis": axis, "keepdims": axis is not None}
     return xp.maximum(xp.max(x, **where), -xp.min(x, **where))
 
@@ -123,13 +123,12 @@ def magnitude(xp: Any, x: Array) -> Array:
 
 
 def log2_magnitude(xp: Any, x: Array, axis: int | None) -> Array:
-    """Return log2 of :func:`bound`: 0 where it is 0, and the largest exponent of the dtype where it is not finite."""
-    if 0 in x.shape:
-        return xp.sum(x, axis=axis, keepdims=axis is not None)
-    largest = bound(xp, x, axis)
-    finite, one = xp.isfinite(largest), xp.ones_like(largest)
-    log = xp.log2(xp.where(xp.logical_and(finite, xp.greater(largest, 0)), largest, one))
-    return xp.where(finite, log, xp.full_like(log, float(exponents(x))))
+    """Return log2 of the largest finite absolute value, 0 where there is none or it is 0.
+
+    What is computed from an entry that is not finite needs no unit, and for its sake other entries must not be divided.
+    """
+    largest = bound(xp, only_finite(xp, x), axis)
+    return xp.log2(xp.where(xp.greater(largest, 0), largest, xp.ones_like(largest)))
 
 
 def at_least_one(xp: Any, scale: Any, like: Array) -> Any:
