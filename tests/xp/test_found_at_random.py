@@ -105,3 +105,10 @@ def test_digits_beside_nan(contract, make, to_np):
 
     for name, grads in of_each_kernel(contract, gradients).items():
         assert_close(to_np(grads.v)[0], want.v[0], "float32", what=f"gradient of the first value, {name}")
+
+
+def test_nan_stays_in_its_row_of_a_table(make, to_np):
+    """The gradient of a table adds up rows; NaN in one is in no other."""
+    _, cache = F.embedding_forward(make(np.array([0, 2, 1]), "int32"), make(np.ones((4, 2))))
+    dweight = F.embedding_backward(make(np.array([[1.0, 2.0], [np.nan, np.inf], [3.0, 4.0]])), cache).weight
+    np.testing.assert_array_equal(to_np(dweight), [[1.0, 2.0], [3.0, 4.0], [np.nan, np.inf], [0.0, 0.0]])

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import DTypeError
 from ..kernels import Array, Kernel
+from ..kernels._exclusion import matmul_excluding
 
 __all__ = ["API_VERSION", "READY", "ArrayState", "Backend", "Status"]
 
@@ -254,9 +255,10 @@ class Backend:
         """Return ``x`` with ``value[i]`` added to row ``index[i]``; an index may occur more than once."""
         xp = self.namespace()
         rows = xp.arange(x.shape[0], dtype=index.dtype, device=self.native_device(self.device_of(x)))
-        chosen = xp.astype(xp.equal(rows[:, None], index[None, :]), x.dtype)  # (rows, n)
+        chosen = xp.equal(rows[:, None], index[None, :])  # (rows, n)
         flat = xp.reshape(value, (value.shape[0], math.prod(value.shape[1:])))
-        return xp.add(x, xp.reshape(xp.matmul(chosen, flat), x.shape))
+        sums = matmul_excluding(self, xp.astype(chosen, x.dtype), flat, chosen)  # a NaN stays in its row
+        return xp.add(x, xp.reshape(sums, x.shape))
 
     def follows(self, *arrays: Array | None) -> bool:
         """Return whether the library's automatic differentiation may follow any of the arrays of a call.
