@@ -191,7 +191,7 @@ def _filled(arrays: tuple[Array, ...], problem: Problem) -> Arguments:
     distances = _fill_bias(structure, q, problem, kept, held)
     if problem.sinks is not None:
         sinks = problem.backend.to_numpy(problem.sinks.float() if _is_bfloat(problem.sinks) else problem.sinks)
-        structure.sinks = _hold(held, np.ascontiguousarray(sinks, dtype=NAMES[structure.wide_dtype]))
+        structure.sinks = _hold(held, np.ascontiguousarray(readable(sinks), dtype=NAMES[structure.wide_dtype]))
     if problem.dropout:
         seed = problem.seed if isinstance(problem.seed, int) else int(problem.backend.to_numpy(problem.seed))
         structure.seed[:] = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)

@@ -148,6 +148,7 @@ def _of_sinks(dsinks: Any, problem: Problem) -> Array | None:
 
 def _rows(x: Array, wide: str) -> Array:
     """Return numbers of rows as a contiguous array of the wide dtype."""
+    x = readable(x)
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x, dtype=wide)
     import torch

@@ -28,7 +28,9 @@ def _dtype_name(kind: Any, dtype: Any) -> str:
 
 def wide(xp: Any, dtype: Any) -> Any:
     """Return the dtype for long sums of ``dtype`` values: at least float32."""
-    return dtype if dtype == xp.float64 else xp.float32
+    if dtype == xp.float32 or dtype == xp.float64:
+        return dtype
+    return xp.float64 if dtype_name(dtype) == "float64" else xp.float32  # NumPy's float64 in another byte order
 
 
 def cast(xp: Any, x: Array, dtype: Any) -> Array:
@@ -38,7 +40,7 @@ def cast(xp: Any, x: Array, dtype: Any) -> Array:
 
 def widen(xp: Any, x: Array) -> Array:
     """Return ``x`` in at least float32."""
-    return x if x.dtype == xp.float32 or x.dtype == xp.float64 else xp.astype(x, xp.float32)
+    return x if x.dtype == xp.float32 or x.dtype == xp.float64 else xp.astype(x, wide(xp, x.dtype))
 
 
 def expand(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:

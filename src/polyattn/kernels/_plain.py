@@ -299,6 +299,7 @@ def row_sum(xp: Any, dout: Array, out: Array) -> Array:
 def narrowed(xp: Any, bias: Array, dtype: Any) -> Array:
     """Return the bias in the dtype of the scores; finite values stay finite, because −inf would exclude a pair."""
     if dtype_name(bias.dtype) == "float64" != dtype_name(dtype):
+        bias = widen(xp, bias)
         bias = xp.where(xp.isfinite(bias), xp.clip(bias, -FLOAT32_MAX(), FLOAT32_MAX()), bias)
     return cast(xp, bias, dtype)
 

@@ -233,3 +233,39 @@ def test_out_of_memory_names_the_size(n_q: int) -> None:
     v = np.broadcast_to(np.float32(1), (300, 2**44))
     with pytest.raises(MemoryError, match=r"Unable to allocate .* [TP]iB for an array with shape"):
         pa.attention(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "dout", "dlse"])
+@pytest.mark.parametrize("kernel", ["direct", "blocked", "tiled", "plain", None])
+def test_the_other_byte_order(name: str, kernel: str | None) -> None:
+    """Numbers of 64 bits keep their digits, whatever the order of their bytes."""
+    rng = np.random.default_rng(14)
+    shapes = {
+        "q": (2, 3, 4),
+        "k": (2, 5, 4),
+        "v": (2, 5, 3),
+        "bias": (3, 5),
+        "sinks": (2,),
+        "dout": (2, 3, 3),
+        "dlse": (2, 3),
+    }
+    host = {of: rng.standard_normal(shape) for of, shape in shapes.items()}
+    given = {of: x.astype(">f8") if of == name else x for of, x in host.items()}
+    dout, dlse = given.pop("dout"), given.pop("dlse")
+    try:
+        out, cache = pa.attention_forward(**given, kernel=kernel)
+    except pa.KernelUnsupportedError:
+        return
+    of = {key: host[key] for key in ("bias", "sinks")}
+    assert_close(out, ref.attention(host["q"], host["k"], host["v"], **of).out)
+    slopes = ref.attention_gradients(host["dout"], host["q"], host["k"], host["v"], dlse=host["dlse"], **of)
+    for key, gradient in pa.attention_backward(dout, cache, dlse)._asdict().items():
+        assert_close(gradient, getattr(slopes, key), what=f"gradient of {key}")
+
+
+def test_a_bias_of_64_bits_in_the_other_byte_order() -> None:
+    """It is limited to the range of float32 scores."""
+    q, bias = np.ones((2, 4), np.float32), np.array([1.0, 1e300])
+    np.testing.assert_array_equal(
+        pa.attention(q, q, q, bias=bias.astype(">f8"), kernel="plain"), pa.attention(q, q, q, bias=bias, kernel="plain")
+    )

@@ -84,3 +84,14 @@ def test_the_number_of_threads_is_torchs(monkeypatch):
             assert pa.attention(q, k, v).isfinite().all()
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_negation_of_torch_that_is_not_computed_yet():
+    """A view of the imaginary part of a conjugate has its sign beside its memory, which the library reads."""
+    q, k, v, dout = tensors((1, 4), (3, 4), (3, 2), (1, 2))
+    dlse = torch.tensor([0.7])
+    negated = torch.complex(torch.zeros(1), -dlse).conj().imag
+    assert negated.is_neg()
+    _, cache = pa.attention_forward(q, k, v, kernel="native")
+    found, want = (pa.attention_backward(dout, cache, x) for x in (negated, dlse))
+    assert all(torch.equal(x, y) for x, y in zip(found[:3], want[:3], strict=True))
