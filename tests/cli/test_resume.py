@@ -289,6 +289,13 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     expect_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+def test_metrics_that_cannot_be_read_are_told(command: Any, run_folder: Path) -> None:
+    (run_folder / "metrics.jsonl").unlink()
+    (run_folder / "metrics.jsonl").mkdir()
+    told = command("train", "--resume", "--steps", 12, "--output", "run").refused(1)
+    assert "run/metrics.jsonl: cannot be read: Is a directory; the last checkpoint is kept" in told
+
+
 def test_a_folder_that_cannot_be_written_is_told_before_training(command: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     told = command("train", "--output", tmp_path / "file" / "run", *SMALL).refused(1)

@@ -49,16 +49,23 @@ def test_a_distributed_checkpoint(layers):
     assert layers["read by one"]
 
 
-def start(folder, steps, *more, processes=2):
-    """Start ``polyattn train`` in some processes with the variables of torchrun, and return them."""
+def start(folder, steps, *more, processes=2, folders=()):
+    """Start ``polyattn train`` in some processes with the variables of torchrun, and return them.
+
+    All of them have one folder, or each one of ``folders``.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "polyattn", "train", "--steps", str(steps), "--output", str(folder), *SMALL, *more]
+    command = [sys.executable, "-m", "polyattn", "train", "--steps", str(steps), *SMALL, *more, "--output"]
     shared = {**os.environ, "WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen(command, env=environment, **pipes) for environment in own]
+    places = folders or [folder] * processes
+    return [
+        subprocess.Popen([*command, str(place)], env=environment, **pipes)
+        for place, environment in zip(places, own, strict=True)
+    ]
 
 
 def ended(processes):
@@ -105,6 +112,36 @@ def test_processes_train_as_one_and_a_killed_run_goes_on(tmp_path):
     c = content(other)[0]
     for name in ("q_proj.weight", "v_proj.weight", "out_proj.weight"):
         np.testing.assert_allclose(c[name], a[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_second_run_on_the_folder_is_refused(tmp_path):
+    first = start(tmp_path / "run", 100_000)
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "run" / "checkpoint.safetensors").exists():
+            assert time.monotonic() < deadline, "no checkpoint was written"
+            time.sleep(0.02)
+        second = start(tmp_path / "run", 100_000, "--resume")
+        errors = [" ".join(process.communicate(timeout=120)[1].split()) for process in second]
+        assert f"run is in use by process {first[0].pid} on " in errors[0]
+        assert "another process of the group ended" in errors[1]
+        assert [process.returncode for process in second] == [2, 1]
+        assert [process.poll() for process in first] == [None, None]
+    finally:
+        for process in first:
+            process.kill()
+            process.communicate()
+
+
+def test_processes_that_read_different_checkpoints_are_told(tmp_path):
+    for folder, steps in ((tmp_path / "a", 2), (tmp_path / "b", 3)):
+        ended(start(folder, steps, processes=1))
+    run = start(tmp_path / "a", 9, "--resume", folders=(tmp_path / "a", tmp_path / "b"))
+    for process in run:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "--resume: the processes read checkpoints of different steps, 2, 3 by rank" in " ".join(err.split())
+    assert int(content(tmp_path / "a")[1]["step"]) == 2
 
 
 def test_more_processes_than_samples():

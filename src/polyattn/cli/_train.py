@@ -43,6 +43,9 @@ def train(
 ) -> None:
     """Train attention to find the row with the largest first feature and copy it to every position.
 
+    A run that was stopped or killed goes on with --resume, as if it had not been. A folder takes one run at a time: it
+    is locked until the run ends, however it ends.
+
     Under torchrun the processes share each batch: torchrun --nproc-per-node 2 -m polyattn train.
     """
     # The options that the user passed, even with default values: a resumed run keeps its other settings.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +16,13 @@ from ..backend import Array
 from ..checkpoint import LEFTOVERS, read_tensors, write_bytes, write_tensors
 from ..errors import CheckpointError
 from ._config import OptionError, resolve
+from ._lock import locked
 
 __all__ = ["Elsewhere", "Folder", "Saved", "new_folder"]
 
 KIND = {"format": "polyattn-train", "version": "1"}
 OPTIMISER = "optim."
+KEPT = "the last checkpoint is kept: once the cause is removed, continue with --resume"
 
 
 class Saved(NamedTuple):
@@ -40,14 +43,28 @@ class Folder:
         self.checkpoint = path / "checkpoint.safetensors"
         self.metrics = path / "metrics.jsonl"
 
+    def locked(self) -> AbstractContextManager[str]:
+        """Create the folder if it is missing, and keep all other runs out of it; see :func:`_lock.locked`."""
+        with _named(self.path, "the folder cannot be made", "choose another --output"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        return locked(self.path)
+
     def begin(self, overwrite: bool) -> None:
-        """Create the folder for a new run; raise OptionError if it has a run and ``overwrite`` is false."""
-        if not overwrite and (self.checkpoint.exists() or self.metrics.exists()):
+        """Raise OptionError if the folder has a run and ``overwrite`` is false."""
+        with _named(self.path, "cannot be read", "choose another --output"):
+            taken = self.checkpoint.exists() or self.metrics.exists()
+        if taken and not overwrite:
             raise OptionError(
                 f"--output: {self.path} already holds a run; continue it with --resume, replace it with --overwrite, "
                 "or choose another --output"
             )
-        _make(self.path)
+
+    def expect_step(self, step: int) -> None:
+        """Raise CheckpointError if another process wrote the checkpoint of another step before the lock was held."""
+        if (now := self.load().step) != step:
+            raise CheckpointError(
+                f"{self.checkpoint}: another process went on from step {step} to step {now}; run the command again"
+            )
 
     def save(
         self, step: int, config: dict[str, Any], backend: str, params: Mapping[str, Array], state: Mapping[str, Array]
@@ -59,7 +76,9 @@ class Folder:
 
     def load(self) -> Saved:
         """Read the checkpoint; raise CheckpointError if there is none, or if it is damaged or another kind of file."""
-        if not self.checkpoint.exists():
+        with _named(self.checkpoint, "cannot be read", "check --output"):
+            there = self.checkpoint.exists()
+        if not there:
             raise CheckpointError(
                 f"{self.checkpoint}: there is no checkpoint to resume from; check --output, or start without --resume"
             )
@@ -85,20 +104,15 @@ class Folder:
         write_bytes(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
         old = [self.path / name for name in ("loss.png", "attention.png")] if until == 0 else []
         for path in [*self.path.glob(LEFTOVERS), *old]:
-            path.unlink(missing_ok=True)
+            with _named(path, "cannot be deleted", KEPT):
+                path.unlink(missing_ok=True)
 
     def log(self, lines: Sequence[Mapping[str, float]]) -> None:
         """Append one line for each step, and wait until they are on the disk."""
-        try:
-            with open(self.metrics, "ab") as file:
-                file.write("".join(json.dumps(dict(line)) + "\n" for line in lines).encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as cause:
-            raise CheckpointError(
-                f"{self.metrics}: cannot be written: {cause.strerror or cause}; the last checkpoint is kept: "
-                "once there is room, continue with --resume"
-            ) from cause
+        with _named(self.metrics, "cannot be written", KEPT), open(self.metrics, "ab") as file:
+            file.write("".join(json.dumps(dict(line)) + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def losses(self) -> tuple[list[int], list[float]]:
         """Return the steps and their losses, those before a resumption included."""
@@ -106,15 +120,23 @@ class Folder:
         return [line["step"] for line in lines], [line["loss"] for line in lines]
 
     def _lines(self) -> list[dict[str, Any]]:
-        texts = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        with _named(self.metrics, "cannot be read", KEPT):
+            texts = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         return [line for text in texts if (line := _parsed(text)) is not None]
 
 
 class Elsewhere(Folder):
     """The folder of a run for a process that does not write: another one does."""
 
+    def locked(self) -> AbstractContextManager[str]:
+        """Create and lock nothing."""
+        return nullcontext("")
+
     def begin(self, overwrite: bool) -> None:
-        """Create nothing."""
+        """Look at nothing."""
+
+    def expect_step(self, step: int) -> None:
+        """Look at nothing."""
 
     def save(
         self, step: int, config: dict[str, Any], backend: str, params: Mapping[str, Array], state: Mapping[str, Array]
@@ -133,19 +155,22 @@ def new_folder(backend: str) -> Path:
     name = f"{backend}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1, 100):
         path = Path("runs", name if attempt == 1 else f"{name}-{attempt}")
-        if not path.exists():
-            _make(path)
+        with _named(path, "the folder cannot be made", "choose another --output"):
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:  # of a run that began in the same second
+                continue
             return path
     raise OptionError(f"--output: {path} and all lower numbers exist; name a folder")
 
 
-def _make(path: Path) -> None:
+@contextmanager
+def _named(path: Path, failed: str, remedy: str) -> Iterator[None]:
+    """Raise CheckpointError with the file, what failed, the system's reason and the remedy for an OSError."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as cause:
-        raise CheckpointError(
-            f"{path}: the folder cannot be made: {cause.strerror or cause}; choose another --output"
-        ) from cause
+        raise CheckpointError(f"{path}: {failed}: {cause.strerror or cause}; {remedy}") from cause
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

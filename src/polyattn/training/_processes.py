@@ -16,6 +16,7 @@ import numpy as np
 from ..backend import Array
 from ..conversion import to_backend
 from ..distributed._gradients import Gradients
+from ..errors import CheckpointError
 from ._config import OptionError
 from ._samples import Pairs
 
@@ -51,6 +52,21 @@ class Processes(NamedTuple):
         """Require a sample for each process."""
         if batch < self.size:
             raise OptionError(f"--batch: expected at least one sample for each of {self.size} processes, got {batch}")
+
+    def expect_same_step(self, step: int) -> None:
+        """Require that all processes begin at one step: each read the checkpoint itself, perhaps not the same one."""
+        if self.ranks is None:
+            return
+        import torch
+
+        steps: list[Any] = [None] * self.size
+        with self.ranks.watched():
+            torch.distributed.all_gather_object(steps, step, group=self.ranks.group)
+        if len(set(steps)) > 1:
+            raise CheckpointError(
+                f"--resume: the processes read checkpoints of different steps, {', '.join(map(str, steps))} by rank; "
+                "give all of them the same folder, and no other process that trains in it"
+            )
 
     def share(self, pairs: Pairs) -> tuple[Pairs, float]:
         """Return this process's samples of a batch, and their part of it; at least one sample, whose part may be 0."""

@@ -59,7 +59,8 @@ def train(
     Raises
     ------
     OptionError, UnknownBackendError
-        If options conflict, or name something that does not exist. Nothing has been written.
+        If options conflict, or name something that does not exist or a folder that another run uses. Nothing has been
+        written.
     PolyattnError
         If the data do not fit, the checkpoint cannot be read or written, memory runs out, or training diverges.
     KeyboardInterrupt
@@ -79,22 +80,23 @@ def train(
         folder: Folder = Elsewhere(Path())
         if team.first:
             folder = Folder(new_folder(where.backend) if output is None else Path(output))
-        if saved is None:
-            folder.begin(overwrite)
-            folder.save(0, config.to_dict(), where.backend, params, state)
-        start = saved.step if saved else 0
-        folder.clean(start)
         # Threads do not speed up small products, and on a busy machine they wait for each other: torch did 15 steps
         # a second instead of 200.
         small = config.batch * config.sequence * config.width**2 < SMALL
-        with (
-            threadpool_limits(1) if small else nullcontext(),
-            Reporter(start, config.steps, shown=team.first) as reporter,
-        ):
-            shared = [team.what] if team.what else []
-            reporter.say("; ".join([f"{where.backend} on {model.device}", *shared, *model.backend.notes(model.device)]))
-            run = _Run(model, data, folder, reporter, checkpoint_every, start)
-            return run.result(params, state, team.first)
+        with folder.locked() as note, threadpool_limits(1) if small else nullcontext():
+            if saved is None:
+                folder.begin(overwrite)
+                folder.save(0, config.to_dict(), where.backend, params, state)
+            else:
+                folder.expect_step(saved.step)
+            start = saved.step if saved else 0
+            team.expect_same_step(start)
+            folder.clean(start)
+            notes = [f"{where.backend} on {model.device}", team.what, *model.backend.notes(model.device), note]
+            with Reporter(start, config.steps, shown=team.first) as reporter:
+                reporter.say("; ".join(filter(None, notes)))
+                run = _Run(model, data, folder, reporter, checkpoint_every, start)
+                return run.result(params, state, team.first)
 
 
 @dataclass

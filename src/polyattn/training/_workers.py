@@ -36,6 +36,9 @@ class Workers(NamedTuple):
         if batch < self.size:
             raise OptionError(f"--batch: expected at least one sample for each of {self.size} workers, got {batch}")
 
+    def expect_same_step(self, step: int) -> None:
+        """Require nothing: this process alone reads the checkpoint."""
+
     def share(self, pairs: Pairs) -> tuple[Pairs, float]:
         """Return the whole batch: it goes to the workers with the tasks."""
         return pairs, 1.0
