@@ -1,9 +1,11 @@
 """Files of named arrays: reading gives what was written, and a failed write leaves the old file."""
 
+import contextlib
 import errno
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -207,6 +209,25 @@ def test_a_full_disk_leaves_the_last_good_file(path: Path, call: str, code: int,
     monkeypatch.undo()
     assert isinstance(raised.value.__cause__, OSError)
     expect_unchanged(path)
+
+
+@pytest.mark.parametrize(("code", "told"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)])
+def test_a_folder_that_cannot_be_synced(path: Path, code: int, told: bool, monkeypatch: Any) -> None:
+    """Some systems sync no folders, which is no failure; where they do, the new file may not be durable."""
+    fsync = os.fsync
+
+    def fail(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    expected = pytest.raises(
+        CheckpointError, match=rf"{path.name}: written, but its folder cannot be synced: Input/outp"
+    )
+    with expected if told else contextlib.nullcontext():
+        write_tensors(path, {"weight": SQUARE * 2})
+    np.testing.assert_array_equal(read_tensors(path)[0]["weight"], SQUARE * 2)
 
 
 def test_an_interrupt_leaves_the_last_good_file(path: Path, monkeypatch: Any) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,37 @@ def test_a_full_disk_leaves_the_last_good_model(index: Path, writing: int, monke
     tensors, metadata = read_tensors(index)
     expect(tensors)
     assert metadata == {"step": "7"}
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.EIO, os.strerror(errno.EIO))], ids=repr)
+def test_a_failure_after_the_new_index_is_there_keeps_its_files(
+    index: Path, failure: BaseException, monkeypatch: Any
+) -> None:
+    """The folder is synced last, when the new index has replaced the old one already."""
+    replace = os.replace
+
+    def replaced(source: Any, target: Any) -> None:
+        replace(source, target)
+        if Path(target) == index:
+            monkeypatch.setattr(os, "fsync", fail)
+
+    def fail(*_: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):
+        write_shards(index, {"embed": TENSORS["embed"] + 1})
+    monkeypatch.undo()
+    expect(read_tensors(index)[0], {"embed": TENSORS["embed"] + 1})
+
+
+def test_an_index_takes_as_much_memory_as_it_is_long(index: Path) -> None:
+    tracemalloc.start()
+    try:
+        read_tensors(index)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_arguments_that_cannot_be(tmp_path: Path) -> None:

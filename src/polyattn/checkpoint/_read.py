@@ -70,11 +70,12 @@ def shards_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     where = str(path)
     try:
         with open(path, "rb") as file:
-            data = file.read(LARGEST + 1)
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(min(size, LARGEST) + 1)  # as much memory is taken as is asked for, whatever is there
     except OSError as cause:
         raise _unreadable(where, cause) from cause
     try:
-        if len(data) > LARGEST:
+        if size > LARGEST:
             raise ValueError(f"more than {LARGEST} bytes")
         index = json_object(data)
         shards, metadata = index.get("weight_map"), index.get("metadata", {})

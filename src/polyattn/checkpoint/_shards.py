@@ -34,7 +34,8 @@ def write_shards(
     """Write named arrays to several safetensors files and an index, atomically.
 
     The names of the files contain a part of the content's digest, so that files of an earlier version remain until
-    the new index is written. Then the files that only the earlier index names are deleted.
+    the new index is written. Then the files that only the earlier index names are deleted. A process that is killed may
+    leave files that no index names; they can be deleted.
 
     Parameters
     ----------
@@ -91,7 +92,7 @@ def write_shards(
         content = {"metadata": {**metadata, "total_size": total}, "weight_map": weight_map}
         write_bytes(index, json.dumps(content, indent=2).encode())
     except BaseException:
-        _delete(index, files.keys() - earlier)
+        _delete(index, files.keys() - earlier - _ours(index))  # the index may have been replaced already
         raise
     _delete(index, earlier - files.keys())
     return [index.with_name(name) for name in files]

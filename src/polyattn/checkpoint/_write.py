@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ __all__ = ["LEFTOVERS", "packed", "write_bytes", "write_tensors"]
 
 LEFTOVERS = ".polyattn-*.tmp"
 """Temporary files that a killed process may leave in the folder of the file; they can be deleted."""
+
+WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
+"""What systems answer that sync no folders."""
 
 
 def write_tensors(
@@ -88,7 +92,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     Raises
     ------
     CheckpointError
-        If it cannot be written; an existing file is unchanged and the temporary file is deleted.
+        If it cannot be written; an existing file is unchanged and the temporary file is deleted. Also if the folder
+        cannot be synced; then the file is replaced, but a loss of power may undo that.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(LEFTOVERS.replace("*", secrets.token_hex(4)))
@@ -105,18 +110,29 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _sync_folder(target.parent)
     except OSError as cause:
         raise CheckpointError(
             f"{os.fspath(path)}: cannot be written: {cause.strerror or cause}; what was there is unchanged"
+        ) from cause
+    try:
+        _sync_folder(target.parent)
+    except OSError as cause:
+        raise CheckpointError(
+            f"{os.fspath(path)}: written, but its folder cannot be synced: {cause.strerror or cause}; write it again, "
+            "because a loss of power may bring back what was there before"
         ) from cause
 
 
 def _sync_folder(folder: Path) -> None:
     """Sync a folder, so that a rename is durable; not every system supports it, and then the rename is still valid."""
-    with contextlib.suppress(OSError):
+    try:
         handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    except PermissionError:  # Windows opens no folder; elsewhere one may be writable and not readable
+        return
+    try:
+        os.fsync(handle)
+    except OSError as cause:
+        if cause.errno not in WITHOUT_SYNC:
+            raise
+    finally:
+        os.close(handle)
