@@ -2,6 +2,8 @@
 
 import json
 import sys
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from polyattn.checkpoint import read_tensors
-from polyattn.training._samples import Epochs, PointerCopy
+from polyattn.training._samples import DataError, Epochs, PointerCopy, load_npz
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((19, 5, 6)).astype(np.float32)
@@ -113,6 +115,64 @@ def test_samples_that_do_not_fit_are_told(command: Any, tmp_path: Path, arrays: 
     np.savez(tmp_path / "data.npz", **arrays)
     assert told in command("train", "--data", "data.npz", "--output", "run").refused(1)
     assert not (tmp_path / "run").exists()
+
+
+HEADER = "{'descr': '<f8', 'fortran_order': False, 'shape': (1, 1, 1), }"
+DAMAGED = {
+    "no header": b"not an array",
+    "an unfinished header": HEADER.replace("}", ""),
+    "a list as a key": "{[]: 1}",
+    "keys of several types": HEADER.replace("}", "1: 2}"),
+    "deeply nested": "-" * 5000 + "1",
+    "an axis of 30 digits": HEADER.replace("(1,", f"({'9' * 30},"),
+    "an axis that is none": HEADER.replace("(1,", "('a',"),
+    "no axis of a dtype": HEADER.replace("'<f8'", "()"),
+    "terabytes": HEADER.replace("(1,", "(10_000_000_000_000,"),
+    "an unknown version": HEADER.encode(),
+    "more behind it": np.lib.format.magic(1, 0) + b"\x76\0" + HEADER.ljust(117).encode() + b"\n" + b"\0" * 16,
+}
+
+
+def archive(path: Path, members: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> None:
+    """Write an archive; its members may be anything."""
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(path, "w", method) as file:
+        for name, content in members:
+            file.writestr(name, content)
+
+
+def member(content: str | bytes) -> bytes:
+    """Return a file of one number with a header."""
+    if isinstance(content, bytes):
+        return content
+    header = content.encode() + b"\n"
+    return np.lib.format.magic(1, 0) + len(header).to_bytes(2, "little") + header + b"\0" * 8
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_arrays_that_are_damaged_are_told(tmp_path: Path, what: str) -> None:
+    archive(tmp_path / "data.npz", [("X.npy", member(HEADER)), ("Y.npy", member(HEADER))])
+    assert load_npz(str(tmp_path / "data.npz"))[0].shape == (1, 1, 1)
+    archive(tmp_path / "data.npz", [("X.npy", member(DAMAGED[what])), ("Y.npy", member(HEADER))])
+    with pytest.raises(DataError, match=r"data\.npz: not a readable npz file of numbers \("):
+        load_npz(str(tmp_path / "data.npz"))
+
+
+def test_archives_that_are_ambiguous_or_lie_are_told(tmp_path: Path) -> None:
+    path, good = tmp_path / "data.npz", [("X.npy", member(HEADER)), ("Y.npy", member(HEADER))]
+    for members, method, told in (
+        ([*good, good[0]], zipfile.ZIP_STORED, "two of its arrays have one name"),
+        ([*good, ("X", b"")], zipfile.ZIP_STORED, "two of its arrays have one name"),
+        (good, zipfile.ZIP_LZMA, "X.npy is not stored as NumPy stores it"),
+    ):
+        archive(path, members, method)
+        with pytest.raises(DataError, match=told):
+            load_npz(str(path))
+    archive(path, good)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 8] |= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="encrypted"):
+        load_npz(str(path))
 
 
 def test_a_file_that_is_no_npz_is_told(command: Any, tmp_path: Path, data: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import zipfile
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from ..errors import DTypeError, PolyattnError, ShapeError
 from ._config import OptionError
@@ -21,6 +23,9 @@ Pairs = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """Inputs and targets, both (samples, sequence, width)."""
 
 TRAINING, HELD_OUT, ORDER = range(3)  # the purposes of random streams
+
+RATIOS = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}  # the bytes that one byte of a file can stand for, at most
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 class DataError(PolyattnError, ValueError):
@@ -116,20 +121,38 @@ def _read(path: str) -> dict[str, np.ndarray[Any, Any]]:
     if not Path(path).is_file():
         raise OptionError(f"--data: there is no file {path}")
     try:
-        with open(path, "rb") as file:
-            if not zipfile.is_zipfile(path):  # np.load's own message about another kind of file is misleading
-                raise ValueError("it is no archive of arrays, or a truncated one")
-            archive = np.load(file, allow_pickle=False)
-            if missing := " and ".join(name for name in "XY" if name not in archive):
-                found = ", ".join(archive.files) or "nothing"
+        with zipfile.ZipFile(path) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            if missing := " and ".join(name for name in "XY" if name not in names):
+                found = ", ".join(names) or "nothing"
                 raise DataError(f"{path}: expected arrays X and Y, missing {missing}; the file has {found}")
-            return {name: archive[name] for name in "XY"}
-    except DataError:
+            if len(set(names)) != len(names):
+                raise ValueError("two of its arrays have one name")
+            return {name: _array(archive, f"{name}.npy", os.path.getsize(path)) for name in "XY"}
+    except (DataError, MemoryError):
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as cause:
+    except Exception as cause:  # zipfile, zlib and NumPy's parser raise exceptions of every kind for damaged files
         raise DataError(
             f"{path}: not a readable npz file of numbers ({cause}); write it with numpy.savez(file, X=..., Y=...)"
         ) from cause
+
+
+def _array(archive: zipfile.ZipFile, name: str, size: int) -> np.ndarray[Any, Any]:
+    """Read an array from an archive of ``size`` bytes; raise before memory is taken for more than it can hold."""
+    info = archive.getinfo(name)
+    ratio = RATIOS.get(info.compress_type)
+    if ratio is None or info.file_size > ratio * size:
+        raise ValueError(f"{name} is not stored as NumPy stores it")
+    with archive.open(info) as file:
+        read_header = HEADERS.get(npy.read_magic(file))
+        if read_header is None:
+            raise ValueError(f"{name} is of another version of the format")
+        shape, _, dtype = read_header(file)
+        if file.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
+            raise ValueError(f"{name} has {info.file_size} bytes, which {dtype} of shape {shape} has not")
+    with archive.open(info) as file:
+        array: np.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)
+        return array
 
 
 @lru_cache(maxsize=1)
