@@ -1,7 +1,9 @@
 """The engine of ``polyattn bench`` and its command line. Nothing is timed: the clock is simulated."""
 
+import errno
 import gc
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -403,6 +405,20 @@ def test_the_plot_shows_time_and_memory_against_n(command: Any, untimed: list[di
     assert (ours.get_label(), plain.get_label()) == ("polyattn", "plain-numpy")
     assert list(ours.get_xdata()) == [8, 16, 32]
     assert list(ours.get_ydata()) == pytest.approx([10 * 2 * n * n / 2**20 for n in (8, 16, 32)], abs=1e-3)
+
+
+def test_a_plot_that_cannot_be_written_does_not_lose_the_figures(
+    command: Any, untimed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason='pip install "polyattn[plot]"')
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    outcome = command("bench", "attention", "--shape", "1,2,8,4", "--peer", "plain-numpy", "--plot", "a.png", "--json")
+    assert "a.png: cannot be written: No space left on device" in outcome.refused(1)
+    assert {row["peer"] for row in json.loads(outcome.out)["rows"]} == {"polyattn", "plain-numpy"}
 
 
 def test_help_names_the_options(command: Any) -> None:

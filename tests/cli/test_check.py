@@ -95,6 +95,12 @@ def test_what_selects_no_check_is_told(command: Any) -> None:
     assert told.endswith("none of the checks is selected by: -k no_check_of_this_name")
 
 
+def test_temporary_files_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
+    with pytest.raises(PolyattnError, match=r"their temporary files failed: .*/dev/null.*; make room, or set TMPDIR"):
+        run_check("numpy")
+
+
 def test_what_runs_no_check_is_no_success() -> None:
     with pytest.raises(PolyattnError, match=r"not one check of numpy was run by: .*--collect-only"):
         run_check("numpy", pytest_args=(*SOFTMAX, "--collect-only"))

@@ -170,7 +170,8 @@ def test_nothing_is_half_written(new, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", write_text)
     code, out, err = new("lib")
     assert (code, out) == (1, "")
-    assert err == "polyattn: error: [Errno 28] No space left on device\n"
+    told = "polyattn-lib: cannot be written: No space left on device; name another --output, or make room"
+    assert err == f"polyattn: error: {told}\n"
     assert list(tmp_path.iterdir()) == []
 
 

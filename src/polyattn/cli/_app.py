@@ -40,8 +40,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 130)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
-    except (PolyattnError, OSError) as error:
+    except PolyattnError as error:
         return _fail(str(error), 2 if isinstance(error, UnknownBackendError) else 1)
+    except OSError as error:
+        return _fail(str(error) if error.filename else f"the output cannot be written: {error.strerror or error}", 1)
     if code == 130:  # newer typer returns this code for an interrupt
         return _fail("interrupted", 130)
     return code if isinstance(code, int) else 0

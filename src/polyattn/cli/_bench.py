@@ -78,9 +78,9 @@ def bench(
             )  # fmt: skip
     except ArgumentError as error:
         raise UsageError(f"--{error}") from error
-    if plot is not None:
-        engine.draw(report, plot)
     typer.echo(json.dumps(report.to_dict())) if json_output else _print(report)
+    if plot is not None:  # after the figures are printed: the file may fail to be written
+        engine.draw(report, plot)
 
 
 @contextmanager

@@ -119,14 +119,19 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     """Write files into a new folder atomically."""
     if folder.exists() or folder.is_symlink():
         raise UsageError(f"--output: {folder} exists already; name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        for path, text in files.items():
-            (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
-            (unfinished / path).write_text(text, encoding="utf-8")
-        unfinished.chmod(0o755)
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            for path, text in files.items():
+                (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
+                (unfinished / path).write_text(text, encoding="utf-8")
+            unfinished.chmod(0o755)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    except OSError as cause:
+        raise PolyattnError(
+            f"{folder}: cannot be written: {cause.strerror or cause}; name another --output, or make room"
+        ) from cause

@@ -145,15 +145,13 @@ def run_check(
     if not namespace:
         name = registry.ready(name).name
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="polyattn-check-") as folder:
-        returned, output = _run_kit(Path(folder), name, namespace, pytest_args, progress)
-        if returned == 5:
-            raise PolyattnError(f"none of the checks is selected by: {' '.join(pytest_args)}")
-        report = Path(folder, "report.json")
-        if not report.exists() or returned not in (0, 1):
-            problem = f"the checks of {name} could not be run (pytest ended with {returned})"
-            raise PolyattnError(f"{problem}:\n{output.strip()}")
-        found = json.loads(report.read_text(encoding="utf-8"))
+    try:
+        found, output = _found(name, namespace, pytest_args, progress)
+    except OSError as cause:
+        raise PolyattnError(
+            f"the checks of {name} could not be run: their temporary files failed: {cause}; make room, or set TMPDIR to"
+            " another folder"
+        ) from cause
     if not found["rows"]:
         raise PolyattnError(f"not one check of {name} was run by: {' '.join(pytest_args)}")
     versions = {name: metadata.version(name) for name in ("numpy", "pytest")}
@@ -162,6 +160,21 @@ def run_check(
         output, found["left_out"], time.perf_counter() - start,
         {"polyattn": __version__, "python": platform.python_version(), **versions}, platform.platform(), owner,
     )  # fmt: skip
+
+
+def _found(
+    name: str, namespace: bool, pytest_args: Sequence[str], progress: Callable[[Progress], None] | None
+) -> tuple[dict[str, Any], str]:
+    """Run the kit, and return its report and the output of pytest."""
+    with tempfile.TemporaryDirectory(prefix="polyattn-check-") as folder:
+        returned, output = _run_kit(Path(folder), name, namespace, pytest_args, progress)
+        if returned == 5:
+            raise PolyattnError(f"none of the checks is selected by: {' '.join(pytest_args)}")
+        report = Path(folder, "report.json")
+        if not report.exists() or returned not in (0, 1):
+            problem = f"the checks of {name} could not be run (pytest ended with {returned})"
+            raise PolyattnError(f"{problem}:\n{output.strip()}")
+        return json.loads(report.read_text(encoding="utf-8")), output
 
 
 def _run_kit(
