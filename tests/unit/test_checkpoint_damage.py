@@ -103,6 +103,8 @@ BAD_HEADERS = {
     "a dtype by another name": {"x": {**X, "dtype": "float32"}},
     "no shape": {"x": {**X, "shape": None}},
     "a shape that is a text": {"x": {**X, "shape": "2"}},
+    "a shape that is an empty text": {"x": {**X, "dtype": "F64", "shape": ""}},
+    "a shape that is an empty object": {"x": {**X, "dtype": "F64", "shape": {}}},
     "a negative axis": {"x": {**X, "shape": [-2]}},
     "two negative axes": {"x": {**X, "shape": [-2, -1]}},
     "a broken axis": {"x": {**X, "shape": [2.0]}},

@@ -122,16 +122,17 @@ def digest(tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, s
 
 def _entry(name: str, found: Any, base: int) -> Entry:
     try:
-        (dtype, itemsize), (start, stop) = DTYPES[found["dtype"]], found["data_offsets"]
-        numbers = [*found["shape"], start, stop]
+        (dtype, itemsize), (start, stop), shape = DTYPES[found["dtype"]], found["data_offsets"], found["shape"]
+        if not isinstance(shape, list):  # an empty text or object has no axes either
+            raise TypeError
+        numbers = [*shape, start, stop]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{name!r} lacks a dtype, a shape or its two offsets") from None
     if len(numbers) > MOST_AXES + 2 or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"{name!r} has an invalid shape or invalid offsets")
-    shape = tuple(numbers[:-2])
     if stop - start != math.prod(shape) * itemsize:
-        raise ValueError(f"{name!r} of {dtype} and shape {shape} cannot have {stop - start} bytes")
-    return Entry(dtype, shape, base + start, base + stop)
+        raise ValueError(f"{name!r} of {dtype} and shape {tuple(shape)} cannot have {stop - start} bytes")
+    return Entry(dtype, tuple(shape), base + start, base + stop)
 
 
 def _expect_no_holes(entries: Mapping[str, Entry], base: int, size: int) -> None:
