@@ -5,10 +5,13 @@ as JSON, and ``page.py`` writes it into docs/reliability.md.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.append(str(Path(__file__).parent / "shared"))  # what several modules import
 
 
 def pytest_addoption(parser):
