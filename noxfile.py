@@ -1,7 +1,7 @@
 """All checks of the project, each in its own environment.
 
-``nox`` alone runs lint, typing, minimal, plugin, interop and scale, then the suite on numpy, torch, jax
-and array-api-strict, and on cupy as well where a CUDA device exists.
+``nox`` alone runs lint, typing, minimal, plugin, interop, scale and faults, then the suite on numpy, torch,
+jax and array-api-strict, and on cupy as well where a CUDA device exists.
 ``nox -s "tests(torch)"`` runs one session, ``nox -s "tests(torch)" -- -k softmax`` a part of it.
 """
 
@@ -21,7 +21,8 @@ nox.options.default_venv_backend = "virtualenv"
 # conversion and comparison; ``minimal`` checks that NumPy alone is enough.
 EXTRAS = {"numpy": "all", "torch": "torch", "jax": "jax", "array-api-strict": "strict"}
 SUITES = [f"tests({name})" for name in EXTRAS]
-nox.options.sessions = ["lint", "typing", "minimal", "plugin", "interop", "scale", *SUITES, "cupy_where_possible"]
+OTHERS = ["lint", "typing", "minimal", "plugin", "interop", "scale", "faults"]
+nox.options.sessions = [*OTHERS, *SUITES, "cupy_where_possible"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 CONSTRAINTS = Path("constraints.txt").resolve()
 KIT = ["-p", "polyattn.testing.plugin", "--pyargs", "polyattn.testing.conformance"]
