@@ -69,7 +69,7 @@ class _Guard:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.holders = 0
+        self.holders: set[object] = set()
         self.before = 1
 
     def threads(self) -> int:
@@ -79,24 +79,34 @@ class _Guard:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        with self.lock:
-            if self.holders == 0:
-                self.before = _blas_threads()
-                _limit_blas(1)
-            self.holders += 1
+        holder = object()
         try:
+            with self.lock:
+                first = not self.holders
+                if first:
+                    self.before = _blas_threads()
+                self.holders.add(holder)
+                if first:
+                    _limit_blas(1)
             yield
         finally:
-            with self.lock:
-                self.holders -= 1
-                if self.holders == 0:
-                    _limit_blas(self.before)
+            try:
+                self._release(holder)
+            except BaseException:  # an interrupt, which may come between any two steps
+                self._release(holder)
+                raise
+
+    def _release(self, holder: object) -> None:
+        with self.lock:
+            if self.holders == {holder}:
+                _limit_blas(self.before)
+            self.holders.discard(holder)
 
     def after_fork(self) -> None:
         """Reset the guard in a child process: the threads that limited the BLAS exist only in the parent."""
         self.lock = threading.Lock()
         if self.holders:
-            self.holders = 0
+            self.holders = set()
             _limit_blas(self.before)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError
+from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError, silenced
 from polyattn_native import NativeKernel, note, operation
 
 from ._blocked_kernel import BlockedKernel
@@ -80,7 +80,7 @@ class NumpyBackend(Backend):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings: inf and NaN are valid results."""
-        return np.errstate(all="ignore")
+        return silenced()
 
     def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
         """Apply the function to large arrays in pieces, on several threads."""

@@ -30,16 +30,15 @@ def run(worker: Callable[[], Callable[[Any], None]], tasks: Iterable[Any], threa
     queue = _Queue(worker, tasks)
     with _threads.blas_limited():
         others: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no thread can start, for instance at the exit of the interpreter
-            others.extend(_executor().submit(queue.drain) for _ in range(threads - 1))
-        queue.drain()
-        while others:
-            try:
-                if not others[-1].cancel():  # the pool was busy: a worker that has not started has no task left
-                    others[-1].result()
-                others.pop()
-            except KeyboardInterrupt as interrupt:  # go on waiting: the threads still use the arrays
-                queue.failure = interrupt
+        try:
+            with contextlib.suppress(RuntimeError):  # no thread can start, for instance at the exit of the interpreter
+                others.extend(_executor().submit(queue.drain) for _ in range(threads - 1))
+            queue.drain()
+            _wait(others)
+        except BaseException as interrupt:  # go on waiting: the threads still use the arrays
+            queue.failure = interrupt
+            _end_executor()
+            _wait(others)
     if queue.failure is not None:
         raise queue.failure
 
@@ -49,6 +48,20 @@ def blas_within_limit() -> contextlib.AbstractContextManager[None]:
     if not os.environ.get(_threads.VARIABLE):
         return contextlib.nullcontext()
     return contextlib.nullcontext() if thread_count() == _threads.blas_threads() else _threads.blas_limited()
+
+
+def _wait(others: list[Future[None]]) -> None:
+    """Wait until the threads have stopped, also if the wait is interrupted."""
+    interrupt = None
+    while others:
+        try:
+            if not others[-1].cancel():  # the pool was busy: a worker that has not started has no task left
+                others[-1].result()
+            others.pop()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 class _Queue:
@@ -76,6 +89,17 @@ class _Queue:
 def _executor() -> ThreadPoolExecutor:
     """Return the thread pool of this process; its threads start at first use."""
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="polyattn")
+
+
+def _end_executor() -> None:
+    """End the threads of the pool; the next call starts others.
+
+    If the start of a thread is interrupted, the pool does not know the thread, and the interpreter would wait for it
+    at its exit.
+    """
+    executor = _executor()
+    _executor.cache_clear()
+    executor.shutdown(wait=False)
 
 
 if hasattr(os, "register_at_fork"):

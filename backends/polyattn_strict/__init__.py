@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import Array, Backend
+from polyattn.backend import Array, Backend, silenced
 
 __all__ = ["backend"]
 
@@ -83,7 +83,7 @@ class StrictBackend(Backend):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Silence the floating-point warnings of NumPy, which computes for array-api-strict."""
-        return np.errstate(all="ignore")
+        return silenced()
 
 
 backend = StrictBackend()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import READY, Array, ArrayState, Backend, BackendMismatchError, DTypeError, Kernel, dtype_name
+from polyattn.backend import (
+    READY,
+    Array,
+    ArrayState,
+    Backend,
+    BackendMismatchError,
+    DTypeError,
+    Kernel,
+    Scope,
+    dtype_name,
+)
 from polyattn_native import note
 
 from ._modes import COMPILED, PLAIN, RECORDED, ignore_our_log
@@ -158,8 +168,10 @@ class TorchBackend(Backend):
         if torch._C._is_any_autocast_enabled():
             lowered = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
             return _as_written(lowered)
-        recording: contextlib.AbstractContextManager[Any] = torch.set_grad_enabled(False)  # faster than torch.no_grad
-        return recording
+        if torch.compiler.is_compiling():
+            recording: contextlib.AbstractContextManager[Any] = torch.set_grad_enabled(False)
+            return recording
+        return Scope(_unrecorded(torch._C._set_grad_enabled, torch.is_grad_enabled()))
 
     def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
         """Compute it by the native library, if it has a kernel for these tensors, and torch does not trace."""
@@ -230,6 +242,15 @@ class TorchBackend(Backend):
                 torch.cuda.synchronize(device)
             elif device.type == "mps":
                 torch.mps.synchronize()
+
+
+def _unrecorded(set_recording: Callable[[bool], None], recording: bool) -> Generator[None]:
+    """Record no autograd graph, as ``torch.no_grad``, which an interrupt at its beginning or end leaves in force."""
+    try:
+        set_recording(False)
+        yield
+    finally:
+        set_recording(recording)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from ._scopes import entered
 from .backend import Array, Place
 from .errors import ArgumentError, BackendMismatchError
 
@@ -76,12 +77,7 @@ def transfers(mode: Literal["allow", "log", "forbid"] = "allow") -> Iterator[Tra
     """
     if mode not in ("allow", "log", "forbid"):
         raise ArgumentError(f"mode: expected 'allow', 'log' or 'forbid', got {mode!r}")
-    account = Transfers(mode)
-    _accounts.set((*_accounts.get(), account))
-    try:
-        yield account
-    finally:
-        _accounts.set(tuple(other for other in _accounts.get() if other is not account))
+    yield from entered(_accounts, Transfers(mode))
 
 
 def permit(x: Array, name: str, source: Place, target: Place) -> None:

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from . import registry
+from ._scopes import entered
 from .backend import Place
 from .conversion import checked_device
 from .errors import BackendUnavailableError, UnknownBackendError
@@ -76,13 +77,7 @@ def use_backend(name: str, device: str | None = None) -> Iterator[Selection]:
     ...     pa.get_backend()
     Selection(backend='numpy', device=None, source='use_backend')
     """
-    selection = _checked(name, device, "use_backend")
-    _scopes.set((*_scopes.get(), selection))
-    try:
-        yield selection
-    finally:
-        # Not with a token: a generator may be closed in another context or order, and must remove its own selection.
-        _scopes.set(tuple(scope for scope in _scopes.get() if scope is not selection))
+    yield from entered(_scopes, _checked(name, device, "use_backend"))
 
 
 def set_backend(name: str | None, device: str | None = None) -> None:

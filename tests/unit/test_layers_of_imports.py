@@ -38,7 +38,7 @@ FLOORS = [
     ("_generic",),
     ("backend",),
     ("kernels",),
-    ("errors",),
+    ("errors", "_scopes"),
     ("_version",),
 ]
 HEIGHT = {unit: -floor for floor, units in enumerate(FLOORS) for unit in units}

@@ -17,6 +17,7 @@ it from several threads at one time.
 
 from __future__ import annotations
 
+from .._scopes import Scope, silenced
 from ..errors import (
     ArgumentError,
     BackendMismatchError,
@@ -87,6 +88,7 @@ __all__ = [
     "Record",
     "RelativePositionBias",
     "RowStatistics",
+    "Scope",
     "ShapeError",
     "Sizes",
     "Status",
@@ -105,6 +107,7 @@ __all__ = [
     "feature_of",
     "features_of",
     "flatten",
+    "silenced",
     "statistics_of_lse",
     "unbroadcast",
 ]

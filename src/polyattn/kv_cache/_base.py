@@ -109,8 +109,17 @@ class BaseCache(Record):
         following = self._grown(n)
         placed = self._placed({"k": k, "v": v})
         k, v = placed.arrays["k"], placed.arrays["v"]
-        keys, values = self._written(k, v, following) if n else (self.keys, self.values)
-        return self._next(keys, values, following)
+        if not n:
+            return self._next(self.keys, self.values, following)
+        before = self._overwritten(n) if self.in_place else []
+        try:
+            keys, values = self._written(k, v, following)
+            return self._next(keys, values, following)
+        except BaseException:  # an interrupt, or no memory: this cache is as it was
+            for at, old_keys, old_values in before:
+                self.place.backend.update_slice(self.keys, old_keys, at, 2)
+                self.place.backend.update_slice(self.values, old_values, at, 2)
+            raise
 
     def rewind(self, n: int | Array | None = None, *, lengths: int | Array | None = None) -> Self:
         """Return the cache without the last ``n`` positions, or with these ``lengths``. This cache is consumed.
@@ -169,6 +178,10 @@ class BaseCache(Record):
         """Return the memory with the native keys and values written to it."""
         raise NotImplementedError
 
+    def _overwritten(self, n: int) -> list[tuple[Any, Array, Array]]:
+        """Return copies of what n more positions overwrite and this cache still needs: where, keys and values."""
+        return []
+
     def _shortened(self, name: str, given: Any) -> dict[str, Any]:
         """Check a rewind, and return the changed fields."""
         return {"counts": rewound(self.counts, name, given, self.place)}
@@ -190,8 +203,9 @@ class BaseCache(Record):
     def _next(self, keys: Array, values: Array, changes: dict[str, Any]) -> Self:
         following = replace(self, keys=keys, values=values, **changes)
         if self.in_place:
-            object.__setattr__(self, "keys", None)
-            object.__setattr__(self, "values", None)
+            fields = self.__dict__
+            # Assignments to items and returns are not interrupted: a caller that loses ``following`` keeps this cache.
+            fields["keys"] = fields["values"] = None
         return following
 
     def _start(self) -> int | Array:

@@ -36,6 +36,8 @@ class Ring(NamedTuple):
 
     def runs(self, starts: NDArray[np.int32], n: int) -> list[tuple[int, int]]:
         """Return the ranges of n new positions with consecutive slots in every entry, without overwritten ones."""
+        if n == 1:
+            return [(0, 1)]
         new = starts[:, None] + np.arange(n + 1)  # (B, n + 1)
         at = self.slot(np, new)
         breaks = np.flatnonzero((np.diff(at[:, :-1], axis=1) != 1).any(axis=0)) + 1

@@ -143,6 +143,24 @@ class SlidingKVCache(InOrderCache):
             keys, values = (put(x, new[:, :, first:stop, :], at, 2) for x, new in ((keys, k), (values, v)))
         return keys, values
 
+    def _overwritten(self, n: int) -> list[tuple[Any, Array, Array]]:
+        """Copy the slots of the new positions, once the ring buffer is full."""
+        held, ring = known(self.counts, self.place), self._ring
+        if held is None or int(held.max()) + n <= ring.slots:
+            return []
+        xp = self.place.backend.namespace()
+
+        def read(x: Array, at: Any, length: int) -> Array:
+            if isinstance(at, int):
+                return xp.asarray(x[:, :, at : at + length, :], copy=True)
+            return xp.concat([x[i : i + 1, :, a : a + length, :] for i, a in enumerate(at.tolist())], axis=0)
+
+        found = []
+        for first, stop in ring.runs(held, n):
+            at = alike(ring.slot(np, held + np.int32(first)))
+            found.append((at, read(self.keys, at, stop - first), read(self.values, at, stop - first)))
+        return found
+
     def _selected(self, x: Array, new: Array, counts: Array) -> Array:
         """Return the memory with new positions written, as a selection between old and new for each slot."""
         xp, (batch, heads, n, d) = self.place.backend.namespace(), new.shape

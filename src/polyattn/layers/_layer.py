@@ -148,7 +148,12 @@ class Layer:
         self.expect_parameters(parameters)
         with self._place.backend.scope():  # copies that autograd does not record
             copies = {name: move(parameters[name], self._place, name=name, copy=True) for name in self.parameters()}
-        self._assign(copies)
+        before = self.parameters()
+        try:
+            self._assign(copies)
+        except BaseException:  # an interrupt: all parameters are replaced, or none
+            self._assign(before)
+            raise
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the parameters to a safetensors file, atomically."""

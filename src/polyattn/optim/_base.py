@@ -11,10 +11,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from .. import registry
-from ..backend import Array, Backend, dtype_name
+from ..backend import Array, Backend, dtype_name, silenced
 from ..conversion import place_of
 from ..errors import ArgumentError, BackendMismatchError, CheckpointError, DTypeError, ShapeError
 from ..functional._checks import expect_arrays, expect_dtype, expect_floating, expect_shape, is_number
@@ -77,7 +75,7 @@ class Optimizer:
         xp = backend.namespace()
         widest = widest_dtype(xp, params)
         new_params, new_state = {}, {"step": as_array(_next(state["step"], xp), xp)}
-        with np.errstate(all="ignore"):  # as in the operations, inf and NaN give no warning
+        with silenced():  # as in the operations, inf and NaN give no warning
             done = as_array(xp.astype(state["step"], widest), xp)
             rate = rate_array(self.lr(done) if callable(self.lr) else self.lr, done, xp)
             scalars = self._scalars(rate, done + 1.0, xp)

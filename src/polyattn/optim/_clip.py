@@ -6,8 +6,7 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
-
+from ..backend import silenced
 from ..errors import ArgumentError
 from ..functional._checks import expect_floating, is_number
 from ..functional._range import unit_of
@@ -63,7 +62,7 @@ def clip_by_global_norm(grads: Arrays, max_norm: float) -> tuple[dict[str, Array
     backend, device = common_place(grads=grads)
     expect_floating(**labelled(grads=grads))
     xp, max_norm = backend.namespace(), float(max_norm)
-    with np.errstate(all="ignore"):  # as in the operations, inf and NaN give no warning
+    with silenced():  # as in the operations, inf and NaN give no warning
         unit, length = _norm(list(grads.values()), xp, widest_dtype(xp, grads), device)
         norm = unit * length
         one = xp.ones_like(norm)
