@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from polyattn.backend import READY, Array, ArrayState, Backend, DTypeError, Status, dtype_name
+from polyattn.backend import (
+    READY,
+    Array,
+    ArrayState,
+    Backend,
+    BackendUnavailableError,
+    DTypeError,
+    Status,
+    dtype_name,
+)
 from polyattn_native import note
 
 from ._kernel import DirectKernel, JitKernel, NativeKernel, ScanKernel
@@ -20,11 +31,28 @@ WIDE = ("float64", "int64", "uint64", "complex128")
 
 
 @functools.cache
-def _jax() -> Any:
+def _library() -> Any:
     """Import JAX through ``_prepared``, which registers polyattn's pytrees once, in any number of threads."""
     from ._prepared import jax
 
     return jax
+
+
+@functools.cache
+def _jax() -> Any:
+    """Return JAX, for computing; raise BackendUnavailableError where it would wait for ever."""
+    from ._prepared import PROCESS, jax
+
+    if os.getpid() != PROCESS:
+        raise BackendUnavailableError(
+            "jax cannot compute in a process that was forked after jax was loaded, since XLA's threads exist only in "
+            'the parent; start processes by "spawn" or "forkserver" of multiprocessing, or load jax after the fork'
+        )
+    return jax
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_jax.cache_clear)
 
 
 class JaxBackend(Backend):
@@ -46,6 +74,8 @@ class JaxBackend(Backend):
         if status.state == "ready":
             try:
                 _jax().devices()
+            except BackendUnavailableError as error:
+                return Status("unavailable", status.version, str(error))
             except Exception as error:
                 return Status("unavailable", status.version, f"jax has no device: {error}")
         return status
@@ -61,7 +91,7 @@ class JaxBackend(Backend):
 
     def owns(self, x: object) -> bool:
         """Recognise arrays and tracers."""
-        return isinstance(x, _jax().Array)
+        return isinstance(x, _library().Array)
 
     def asarray(self, x: object, device: str | None = None, copy: bool | None = None) -> Array:
         """Convert a JAX array, a contiguous NumPy array, or an array on a device of JAX."""
@@ -82,7 +112,7 @@ class JaxBackend(Backend):
 
     def device_of(self, x: Array) -> str | None:
         """Return the device of an array; None for tracers and for arrays on several devices."""
-        if isinstance(x, _jax().core.Tracer):
+        if isinstance(x, _library().core.Tracer):
             return None
         devices = x.devices()
         return _device_name(next(iter(devices))) if len(devices) == 1 else None
@@ -113,10 +143,15 @@ class JaxBackend(Backend):
 
     def state(self, x: Array) -> ArrayState:
         """Declare tracers captive, and only concrete arrays on the CPU readable."""
-        if isinstance(x, _jax().core.Tracer):
+        if isinstance(x, _library().core.Tracer):
             return TRACED
         device = self.device_of(x)
         return READY if device is not None and device.startswith("cpu") else ArrayState(readable=False)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Require that JAX can compute in this process."""
+        _jax()
+        return super().scope()
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile with ``jax.jit``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from typing import Any
 
@@ -10,8 +11,10 @@ import jax
 
 from polyattn.backend import Cache
 
-__all__ = ["jax", "register"]
+__all__ = ["PROCESS", "jax", "register"]
 
+PROCESS = os.getpid()
+"""The process that imported JAX, in which XLA has its threads."""
 _lock = threading.Lock()
 
 
