@@ -201,7 +201,7 @@ def case(request, folders):
 def places(count, case, amount, rng, short):
     """Return every number below ``count`` for small files in the long form, and random ones for others."""
     short = 1 if case.name == "a picture" else short  # it is drawn anew each time
-    most = count if count < 3000 else 100
+    most = count if count < 3000 else 30
     return map(int, rng.choice(count, min(most, amount(short, most)), replace=False))
 
 

@@ -28,7 +28,9 @@ def killing(program, tmp_path, rng):
 
     def call(name, *arguments, backend=()):
         seed = int(rng.integers(2**31))
-        return json.loads(program(name, tmp_path, *map(str, arguments), str(seed), *backend, timeout=900, **ONE_THREAD))
+        return json.loads(
+            program(name, tmp_path, *map(str, arguments), str(seed), *backend, timeout=1800, **ONE_THREAD)
+        )
 
     return call
 

@@ -42,7 +42,7 @@ def main(folder, how, kills, seed, backend):
         settings, stages = chosen(rng, folder)
         for name in ("whole", "killed"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        limits = unkilled(folder, stages[-1], settings)
+        limits = unkilled(folder, how, stages[-1], settings)
         if rng.random() < 0.3:  # an earlier run that is replaced
             expect_end(forked(partial(train, folder / "killed", 3, ("--seed", "9")), output=folder / "out"), folder)
         for steps in stages:
@@ -78,11 +78,12 @@ class Limits(NamedTuple):
     bytes: int
 
 
-def unkilled(folder, steps, settings):
-    """Train the run with which the killed one is compared."""
+def unkilled(folder, how, steps, settings):
+    """Train the run with which the killed one is compared; lines are counted if they matter, which takes time."""
     lines, began = Lines(), time.perf_counter()
     start = partial(train, folder / "whole", steps, settings)
-    expect_end(forked(start, lines.kill_at(0), output=folder / "wanted"), folder)
+    count = [lines.kill_at(0)] if how == "line" else []
+    expect_end(forked(start, *count, output=folder / "wanted"), folder)
     seconds = time.perf_counter() - began
     return Limits(seconds, lines.count, max(path.stat().st_size for path in (folder / "whole").iterdir()))
 
@@ -110,7 +111,7 @@ def killed_until_done(folder, kill, start, seed):
 
 
 def state(folder):
-    """Return what the folder of a run holds, None before its first checkpoint; every check is one of the content."""
+    """Return the seed and the step of a run's checkpoint, None before the first; it and its metrics must be whole."""
     if not (folder / CHECKPOINT).exists():
         return None
     _, metadata = read_tensors(folder / CHECKPOINT)

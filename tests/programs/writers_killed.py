@@ -52,7 +52,8 @@ def main(folder, how, kills, seed):
     rng, done, versions, first = np.random.default_rng(seed), 0, 0, 0
     announced = folder / "announced"
     lines, began = Lines(), time.perf_counter()
-    assert ended(forked(partial(write, folder, announced, 0), lines.kill_at(0), folder / "out")) == 0
+    count = [lines.kill_at(0)] if how == "line" else []
+    assert ended(forked(partial(write, folder, announced, 0), *count, output=folder / "out")) == 0
     seconds, most = time.perf_counter() - began, lines.count
     while done < kills:
         before = int(announced.read_text().split()[-1])
