@@ -114,7 +114,9 @@ def normalised(x: Scores, largest: Array, log_total: Array, problem: Problem) ->
 def sink_weights(largest: Array, log_total: Array, problem: Problem, units: Units | None = None) -> Array:
     """Return the weight of the sink in each row, ``(…, H, n_q)``."""
     xp = problem.xp
-    above = divided(cast(xp, problem.sinks, largest.dtype)[:, None, None], units) - largest[..., None]
+    sinks = divided(cast(xp, problem.sinks, largest.dtype)[:, None, None], units)  # (H, 1 or n_q, 1)
+    # In an empty row of several tiles the largest score is −inf as well.
+    above = xp.where(xp.equal(sinks, -math.inf), sinks, sinks - largest[..., None])
     return xp.exp(xp.squeeze(multiplied(above, units), axis=-1) - without_empty(xp, log_total))
 
 
