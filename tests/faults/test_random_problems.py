@@ -115,7 +115,7 @@ def test_problems(backend, tiles, amount, tried, request, small_tiles):
     """Every result and gradient is that of the formula; a kernel that is forced may decline."""
     target, count, seed = opened(backend), amount(*AMOUNTS[backend]) // 2, request.config.getoption("--seed")
     kernels = [kernel.name for kernel in candidates(target.contract.kernels)]
-    kinds = amount(2, 30) if backend == "jax" else None
+    kinds = amount(1, 30) if backend == "jax" else None
     if tiles == "small tiles" and backend in SMALL:
         small_tiles(backend)
     first, declined = (0 if tiles == "usual tiles" else 10**6 + 1), 0
@@ -142,7 +142,7 @@ def test_wrong_arguments(backend, amount, tried, request):
     """A problem with one wrong argument raises one exception of polyattn, which names the argument."""
     target, count, seed = opened(backend), amount(100, 2_000), request.config.getoption("--seed")
     for index in range(count):
-        case, draw = problem(target, seed, index, 2 if backend == "jax" else None), random.Random(index)
+        case, draw = problem(target, seed, index, 1 if backend == "jax" else None), random.Random(index)
         wrong = draw.choice(WRONG)
         try:
             call_with(target, case, wrong)

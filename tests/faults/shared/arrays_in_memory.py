@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  # NumPy then knows bfloat16
@@ -17,7 +18,10 @@ OF_ONE_LIBRARY = {"numpy": ("read-only", "unaligned", "reversed rows", "byte ord
 
 def opened(backend):
     """Return a library, JAX with a compiler that saves time where a program runs once."""
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    if backend == "jax":
+        known = tuple(int(part) for part in version("jax").split(".")[:2]) < (0, 12)
+        flags = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * known
+        os.environ.setdefault("XLA_FLAGS", flags)
     return open_backend(backend)
 
 
