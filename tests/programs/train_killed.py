@@ -35,7 +35,8 @@ def main(folder, how, kills, seed, backend):
     """Kill until there are enough kills and the last run is done."""
     rng, counts, runs = np.random.default_rng(seed), collections.Counter(), 0
     sys.modules["matplotlib"] = None  # pictures take longer than these runs
-    pa.MultiHeadAttention(4, 2, backend=backend)  # loads the library
+    for name in {"numpy", backend}:
+        pa.MultiHeadAttention(4, 2, backend=name)  # loads the library
     os.environ["POLYATTN_BACKEND"] = backend
     np.savez(folder / "data.npz", X=rng.standard_normal((10, 4, 4)), Y=rng.standard_normal((10, 4, 4)))
     while counts.total() < kills:

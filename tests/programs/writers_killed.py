@@ -51,6 +51,7 @@ def main(folder, how, kills, seed):
     """Kill until there are enough kills."""
     rng, done, versions, first = np.random.default_rng(seed), 0, 0, 0
     announced = folder / "announced"
+    write_tensors(folder / "one.safetensors", tensors(0))  # loads what the processes need
     lines, began = Lines(), time.perf_counter()
     count = [lines.kill_at(0)] if how == "line" else []
     assert ended(forked(partial(write, folder, announced, 0), *count, output=folder / "out")) == 0
