@@ -175,8 +175,8 @@ def differences(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Kill processes, damage files and interrupt calls, for a minute; with ``-- --long`` for 20 minutes."""
     install(session, "torch,jax,strict,cli,plot,test", "ml_dtypes", "pytest-xdist")
-    one_thread = {"OMP_NUM_THREADS": "1"}  # two processes share the work
-    session.run("pytest", "tests/faults", "-n", "2", *session.posargs, env=UNSELECTED | one_thread)
+    quick = QUICK["torch"] | QUICK["jax"]  # its tests use all libraries in one process
+    session.run("pytest", "tests/faults", "-n", "2", *session.posargs, env=UNSELECTED | quick)
 
 
 # The supported Python versions, each with the oldest releases that pyproject.toml admits, and with the newest.
