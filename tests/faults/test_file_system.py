@@ -194,7 +194,7 @@ def case(request, folders):
         writer.before(folder)
     with Disk(end) as disk:
         writer.write(end)
-    largest = max(path.stat().st_size for path in end.rglob("*"))
+    largest = max(path.stat().st_size for path in end.rglob("*") if path.is_file())
     return Case(request.param, writer, files_of(start), writer.read(start), writer.read(end), disk.count, largest)
 
 

@@ -89,10 +89,10 @@ def unkilled(folder, how, steps, settings):
     return Limits(seconds, lines.count, max(path.stat().st_size for path in (folder / "whole").iterdir()))
 
 
-def killed(how, limits, rng, start, output):
-    """Call ``start`` in a process, kill it at random, and return its exit code."""
-    if how == "moment":
-        return killed_after(forked(start, output=output), rng.uniform(0, limits.seconds))
+def killed(how, limits, rng, start, output, kills):
+    """Call ``start`` in a process, kill it at random, later after more ``kills``, and return its exit code."""
+    if how == "moment":  # where the machine has become slower, the run must end nevertheless
+        return killed_after(forked(start, output=output), rng.uniform(0, limits.seconds * (1 + kills / 10)))
     if how == "line":
         return ended(forked(start, Lines().kill_at(int(rng.integers(1, limits.lines))), output))
     return ended(forked(start, at_byte(int(rng.integers(1, limits.bytes * 1.2))), output))
@@ -104,7 +104,7 @@ def killed_until_done(folder, kill, start, seed):
     while True:
         before = state(folder / "killed")
         options = [] if before is None else ["--resume"] if before["seed"] == seed else ["--overwrite"]
-        code = kill(partial(start, options), folder / "out")
+        code = kill(partial(start, options), folder / "out", counts.total())
         if code == 0:
             return counts
         assert code in (-signal.SIGKILL, -signal.SIGXFSZ), (code, (folder / "out").read_text())
