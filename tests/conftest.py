@@ -7,9 +7,11 @@ in numpy's run, which has every library beside it.
 there are, and who lacks one, stands in ``polyattn.backend.FEATURES`` and in the plugins.
 """
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,23 @@ def tiles(monkeypatch):
         monkeypatch.setattr("polyattn.kernels._tiled.tile_lengths", lengths)
 
     return limit
+
+
+@pytest.fixture
+def outlive():
+    """Return ``outlive(function)``: which of the arrays that it returns live on, until the garbage collector runs."""
+
+    def numbers(function):
+        function()  # what is kept once for all, such as compiled programs
+        gc.collect()
+        gc.disable()
+        try:
+            alive = [weakref.ref(x) for x in function() if x is not None]
+            return [i for i, x in enumerate(alive) if x() is not None]
+        finally:
+            gc.enable()
+
+    return numbers
 
 
 class Site:

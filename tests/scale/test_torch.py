@@ -1,5 +1,7 @@
 """Attention on a sequence that processes of torch.distributed share: results, gradients, bytes, and bad input."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("torch", reason='torch shares the sequence: pip install "polyattn[torch]"')
@@ -95,3 +97,11 @@ def test_without_a_process_group():
     x = torch.ones(1, 2, 3, 4)
     with pytest.raises(pa.EngineError, match="group: there is no process group; start the program with torchrun"):
         attention(x, x, x)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the threads of a process")
+def test_the_end_of_a_group_ends_its_threads(program):
+    """A thread that is left aborts the process where it releases a tensor while Python ends."""
+    *errors, threads = program("torch_ended").splitlines()
+    assert errors == ["axis: expected one of the 1 axes of x, got -2"] * 2
+    assert threads == "[]"

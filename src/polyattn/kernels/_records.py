@@ -87,38 +87,46 @@ class Structure(NamedTuple):
         return _built(self.root, arrays)
 
 
-def flatten(record: Any) -> tuple[tuple[Array, ...], Structure]:
-    """Return the arrays of a record, each once, and the structure that rebuilds the record."""
-    arrays: list[Array] = []
-    names: list[str] = []
+class Found(NamedTuple):
+    """The arrays of a record that were found so far, and the name of the field of each."""
 
-    def visit(value: Any, name: str) -> Leaf | Static | Node:
-        if value is None or type(value) in NUMBERS or isinstance(value, STRUCTURED):
-            return Static(value)
-        fields = _fields(value)
-        if fields is None:
-            return leaf(value, name)
-        values, children, own = list(fields.values()), [], getattr(value, "ARRAYS", fields)
-        for index, (field, x) in enumerate(fields.items()):
-            if field in own and x is not None and type(x) not in NUMBERS:
-                child = visit(x, field)
-                if not isinstance(child, Static):
-                    values[index] = None
-                    children.append((index, child))
-        if not children and isinstance(value, tuple):
-            return Static(value)
-        return Node(type(value), tuple(fields), tuple(values), tuple(children))
+    arrays: list[Array]
+    names: list[str]
 
-    def leaf(array: Array, name: str) -> Leaf:
-        for number, other in enumerate(arrays):
+    def leaf(self, array: Array, name: str) -> Leaf:
+        """Return the leaf of an array, which is added unless it is there already."""
+        for number, other in enumerate(self.arrays):
             if other is array:
                 return Leaf(number)
-        arrays.append(array)
-        names.append(name)
-        return Leaf(len(arrays) - 1)
+        self.arrays.append(array)
+        self.names.append(name)
+        return Leaf(len(self.arrays) - 1)
 
-    root = visit(record, "")
-    return tuple(arrays), Structure(root, tuple(names))
+
+def flatten(record: Any) -> tuple[tuple[Array, ...], Structure]:
+    """Return the arrays of a record, each once, and the structure that rebuilds the record."""
+    found = Found([], [])
+    root = _flattened(record, "", found)
+    return tuple(found.arrays), Structure(root, tuple(found.names))
+
+
+# Not a nested function, which would refer to itself: the arrays would live until the garbage collector runs.
+def _flattened(value: Any, name: str, found: Found) -> Leaf | Static | Node:
+    if value is None or type(value) in NUMBERS or isinstance(value, STRUCTURED):
+        return Static(value)
+    fields = _fields(value)
+    if fields is None:
+        return found.leaf(value, name)
+    values, children, own = list(fields.values()), [], getattr(value, "ARRAYS", fields)
+    for index, (field, x) in enumerate(fields.items()):
+        if field in own and x is not None and type(x) not in NUMBERS:
+            child = _flattened(x, field, found)
+            if not isinstance(child, Static):
+                values[index] = None
+                children.append((index, child))
+    if not children and isinstance(value, tuple):
+        return Static(value)
+    return Node(type(value), tuple(fields), tuple(values), tuple(children))
 
 
 def _fields(value: Any) -> dict[str, Any] | None:

@@ -137,13 +137,13 @@ def attention_backward(
 
 def in_chunks(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with Dask arrays in place of NumPy arrays, except integers that tell what is excluded."""
+    return {name: x if name in HOST else _chunked(x) for name, x in arguments.items()}
 
-    def chunked(x: Any) -> Any:
-        if isinstance(x, tuple | list) and not hasattr(x, "_fields"):
-            return tuple(map(chunked, x))
-        return da.from_array(x, chunks=-1) if isinstance(x, np.ndarray) else x
 
-    return {name: x if name in HOST else chunked(x) for name, x in arguments.items()}
+def _chunked(x: Any) -> Any:
+    if isinstance(x, tuple | list) and not hasattr(x, "_fields"):
+        return tuple(map(_chunked, x))
+    return da.from_array(x, chunks=-1) if isinstance(x, np.ndarray) else x
 
 
 def expect_chunked(name: str, x: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from ...errors import ShapeError
 from .._block import Span
 from .._layout import Layout, lengths_of, pieces_of
 from ._transfer import Ranks
@@ -58,6 +59,7 @@ def shard(x: Tensor, *, axis: int = -2, group: Any = None, layout: Layout = "con
     Tensor
         A copy, differentiable.
     """
+    expect_axis(x, axis)
     here = positions(x.shape[axis], group=group, layout=layout, device=x.device)
     return x.index_select(axis, here)
 
@@ -79,6 +81,7 @@ def unshard(x: Tensor, *, axis: int = -2, group: Any = None, layout: Layout = "c
     Tensor
         In the order of positions, without a gradient.
     """
+    expect_axis(x, axis)
     ranks, x = Ranks.of(group), x.detach().movedim(axis, 0).contiguous()
     with ranks.watched():
         counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(ranks.size)]
@@ -90,6 +93,12 @@ def unshard(x: Tensor, *, axis: int = -2, group: Any = None, layout: Layout = "c
         distributed.all_gather(shards, padded, group=ranks.group)
     pieces = pieces_of(lengths, layout)
     return in_order([part[:n] for part, n in zip(shards, lengths, strict=True)], pieces, 0).movedim(0, axis)
+
+
+def expect_axis(x: Tensor, axis: int) -> None:
+    """Require that a tensor has that axis."""
+    if not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"axis: expected one of the {x.ndim} axes of x, got {axis}")
 
 
 def in_order(shards: Sequence[Tensor], pieces: Sequence[tuple[Span, ...]], axis: int) -> Tensor:

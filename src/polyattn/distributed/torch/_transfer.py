@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
+# Its functions have the default group as a default argument. Imported later, as torch.optim does, they would keep that
+# group alive after destroy_process_group, and one of its threads may then abort the process at its end.
+import torch.distributed.nn
 from torch import distributed
 
 from ...errors import EngineError
