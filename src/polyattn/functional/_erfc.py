@@ -53,8 +53,8 @@ def normal_tail(xp: Any, x: Array) -> Array:
 
 def _scaled_erfc(xp: Any, x: Array) -> Array:
     """Return erfc(x) · exp(x²)."""
-    near, distant = xp.clip(x, 0, 4), xp.clip(x, 4, math.inf)
-    square = xp.clip(x * x, 0, 1)
+    near, distant = xp.clip(x, 0.0, 4.0), xp.clip(x, 4.0, math.inf)
+    square = xp.clip(x * x, 0.0, 1.0)
     small = xp.exp(square) * (1 - x * _ratio(square, SMALL()))
     inverse = 1 / (distant * distant)
     large = (1 / ROOT_OF_PI() - inverse * _ratio(inverse, LARGE())) / distant
