@@ -172,17 +172,3 @@ def pytest_runtest_setup(item):
 
     for mark in item.iter_markers("needs"):
         need(item.config.stash[TARGET], *mark.args)
-
-
-# Linux allows a process 65,530 mappings; each program that JAX compiles takes some, and XLA crashes without them.
-MAPPINGS = 25_000
-
-
-def pytest_runtest_teardown(item, nextitem):
-    """Forget compiled programs between two files where there are many."""
-    between = nextitem is None or nextitem.path != item.path
-    if between and "jax" in sys.modules and os.path.exists("/proc/self/maps"):
-        with open("/proc/self/maps", "rb") as maps:
-            many = sum(1 for _ in maps) > MAPPINGS
-        if many:
-            sys.modules["jax"].clear_caches()

@@ -14,6 +14,7 @@ that uses it is run for each dtype.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from .version import KIT_VERSION
 CONFORMANCE = Path(__file__).parent / "conformance"
 TARGET = pytest.StashKey[Target]()
 RECORDER = pytest.StashKey[Recorder]()
+MAPPINGS = Path("/proc/self/maps")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,6 +101,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def check_name(item: pytest.Item) -> str:
     """Return a check's name: ``attention.forward[causal]`` for ``test_attention.py::test_forward[causal]``."""
     return f"{item.path.stem.removeprefix('test_')}.{item.name.removeprefix('test_')}"
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forget the programs that JAX compiled, between two files of tests, where a process has many mappings.
+
+    Linux allows 65,530. Each compiled program takes some, and the compiler crashes where there are none left.
+    """
+    if "jax" in sys.modules and (nextitem is None or nextitem.path != item.path) and MAPPINGS.exists():
+        with MAPPINGS.open("rb") as lines:
+            many = sum(1 for _ in lines) > 25_000
+        if many:
+            sys.modules["jax"].clear_caches()
 
 
 @pytest.hookimpl(wrapper=True)
