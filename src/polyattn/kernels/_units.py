@@ -74,20 +74,20 @@ def is_moderate(
 def row_units(q: Array, k: Array, problem: Problem) -> Units:
     """Return units in which no score of a row overflows; 1 where no units are needed. q, k in at least float32."""
     xp = problem.xp
-    bound = log2_magnitude(xp, q, -1) + log2_magnitude(xp, k, None)  # (…, H, n_q, 1)
-    bound = bound + (math.log2(max(problem.sizes.d_k, 1)) + log2(xp, at_least_one(xp, problem.scale, q)))
-    return units_beyond(bound - room_for_scores(bound, problem), problem)
+    exponent = log2_magnitude(problem, q, -1) + log2_magnitude(problem, k, None)  # (…, H, n_q, 1)
+    exponent = exponent + (math.log2(max(problem.sizes.d_k, 1)) + log2(xp, at_least_one(xp, problem.scale, q)))
+    return units_beyond(exponent - room_for_scores(exponent, problem), problem)
 
 
 def value_unit(v: Array, problem: Problem) -> Units:
     """Return a power of two: no sum over the keys of v divided by it overflows. 1 if v needs no division."""
-    bound = log2_magnitude(problem.xp, v, None) + math.log2(max(problem.sizes.n_k, 1))
+    bound = log2_magnitude(problem, v, None) + math.log2(max(problem.sizes.n_k, 1))
     return units_beyond(bound - (exponents(bound) - 2), problem)
 
 
 def gradient_unit(dout: Array, v: Array, problem: Problem) -> Units:
     """Return a power of two: no product of the values with dout divided by it overflows."""
-    bound = log2_magnitude(problem.xp, dout, None) + log2_magnitude(problem.xp, v, None)
+    bound = log2_magnitude(problem, dout, None) + log2_magnitude(problem, v, None)
     bound = bound + math.log2(max(problem.sizes.d_v, 1))
     return units_beyond(bound - (exponents(bound) - 8), problem)
 
@@ -122,12 +122,20 @@ def magnitude(xp: Any, x: Array) -> Array:
     return xp.max(xp.abs(only_finite(xp, x)))
 
 
-def log2_magnitude(xp: Any, x: Array, axis: int | None) -> Array:
+def log2_magnitude(problem: Problem, x: Array, axis: int | None) -> Array:
     """Return log2 of the largest finite absolute value, 0 where there is none or it is 0.
 
     What is computed from an entry that is not finite needs no unit, and for its sake other entries must not be divided.
     """
-    largest = bound(xp, only_finite(xp, x), axis)
+    xp, largest = problem.xp, bound(problem.xp, x, axis)
+    if 0 in x.shape:
+        return largest
+
+    def of_finite() -> Array:
+        return xp.max(xp.abs(only_finite(xp, x)), axis=axis, keepdims=axis is not None)
+
+    # The copies of a mask are made where they are needed only: x may be all keys of a cache.
+    largest = problem.backend.cond(xp.all(xp.isfinite(largest)), lambda: largest, of_finite)
     return xp.log2(xp.where(xp.greater(largest, 0), largest, xp.ones_like(largest)))
 
 

