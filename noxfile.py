@@ -173,7 +173,7 @@ def differences(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kill processes, damage files and interrupt calls, for a minute; with ``-- --long`` for 20 minutes."""
+    """Kill processes, damage files and interrupt calls, for a minute; much longer with ``-- --long``."""
     install(session, "torch,jax,strict,cli,plot,test", "ml_dtypes", "pytest-xdist")
     quick = QUICK["torch"] | QUICK["jax"]  # its tests use all libraries in one process
     session.run("pytest", "tests/faults", "-n", "2", *session.posargs, env=UNSELECTED | quick)
