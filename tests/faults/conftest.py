@@ -1,4 +1,4 @@
-"""What polyattn survives, tried often: in a short form that takes a minute, or with ``--long`` in one that takes much longer.
+"""What polyattn survives, tried often: in a short form that takes a minute, or in a long one, with ``--long``.
 
 Random numbers come from ``--seed``. Each test says how often it tried what, by ``tried``; ``--counts FILE`` keeps that
 as JSON, and ``page.py`` writes it into docs/reliability.md.
