@@ -11,8 +11,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..backend import Array
-from ..functional._attention import empty_forward, kernel_for
-from ..kernels import AttentionGrads, Problem, RowStatistics, cast, is_moderate, merge, reach, widen, with_statistics
+from ..functional._attention import empty_forward
+from ..kernels import (
+    AttentionGrads,
+    Problem,
+    RowStatistics,
+    cast,
+    choose,
+    is_moderate,
+    merge,
+    reach,
+    widen,
+    with_statistics,
+)
 from ..kernels._masks import shifted
 from ..kernels._plain import row_sum, sink_weights
 
@@ -62,7 +73,7 @@ def block_of(
 
 def forward(q: Array, k: Array, v: Array, block: Problem) -> Rows:
     """Return the result over the keys of a block."""
-    out, statistics = with_statistics(kernel_for(block, None), q, k, v, block)
+    out, statistics = with_statistics(choose(block.backend.kernels, block), q, k, v, block)
     return Rows(widen(block.xp, out), statistics)
 
 
@@ -88,7 +99,7 @@ def backward(
     The gradient then goes through the merge, with c the share of the block in each row: out = Σ c · own_out over the
     blocks, and c = exp(own_lse − lse).
     """
-    xp, kernel = block.xp, kernel_for(block, None)
+    xp, kernel = block.xp, choose(block.backend.kernels, block)
 
     def of_whole_rows() -> AttentionGrads:
         return kernel.backward(dout, dlse, q, k, v, out, statistics, block)

@@ -61,7 +61,7 @@ def forward(
 ) -> tuple[Array, Saved]:
     """Choose a kernel and run its forward."""
     problem = make_problem(backend, q, backend.device_of(q), **arguments)
-    chosen = kernel_for(problem, kernel)
+    chosen = choose(backend.kernels, problem, kernel)
     scores = problem.sizes.scores
     logger.debug("attention %s on %s: kernel %s", scores, backend.name, chosen.name)
     compute = empty_forward if 0 in scores else chosen.forward
@@ -235,11 +235,6 @@ def row_statistics_of(saved: Saved) -> RowStatistics:
         return saved.statistics
     x, shape = saved.with_heads(), saved.statistics.largest.shape
     return unrounded(saved.kernel, x.q, x.k, x.statistics, x.problem).reshaped(x.problem.xp, shape)
-
-
-def kernel_for(problem: Problem, name: str | None) -> Kernel:
-    """Return the kernel that computes a problem."""
-    return choose(problem.backend.kernels, problem, name)
 
 
 def empty_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:

@@ -10,9 +10,8 @@ from typing import Any
 from ..account import permit
 from ..backend import Array, Place
 from ..errors import DTypeError
-from ..kernels import candidates, dtype_name, refusal
+from ..kernels import candidates, choose, dtype_name, refusal
 from ._arguments import checked_call, make_problem
-from ._attention import kernel_for
 from ._checks import ShapeDtype, is_integer
 from ._dispatch import places
 
@@ -87,7 +86,7 @@ def explain(
     del options["kernel"]
     called = {name: x for name, x in there.items() if name not in ("k", "v")}
     problem = make_problem(place.backend, called.pop("q"), place.device, **called, **options)
-    chosen = kernel_for(problem, kernel)
+    chosen = choose(place.backend.kernels, problem, kernel)
     refusals = {}
     for candidate in candidates(place.backend.kernels):
         if candidate is not chosen:

@@ -115,11 +115,11 @@ def bound(xp: Any, x: Array, axis: int | None = None) -> Array:
     return xp.maximum(xp.max(x, **where), -xp.min(x, **where))
 
 
-def magnitude(xp: Any, x: Array) -> Array:
-    """Return the largest finite absolute value, or 0 if no entry is finite, as a 0-d array."""
+def magnitude(xp: Any, x: Array, axis: int | None = None) -> Array:
+    """Return the largest finite absolute value, or 0 if no entry is finite. 0-d if axis is None."""
     if 0 in x.shape:
-        return xp.sum(x)
-    return xp.max(xp.abs(only_finite(xp, x)))
+        return xp.sum(x, axis=axis, keepdims=axis is not None)
+    return xp.max(xp.abs(only_finite(xp, x)), axis=axis, keepdims=axis is not None)
 
 
 def log2_magnitude(problem: Problem, x: Array, axis: int | None) -> Array:
@@ -130,12 +130,9 @@ def log2_magnitude(problem: Problem, x: Array, axis: int | None) -> Array:
     xp, largest = problem.xp, bound(problem.xp, x, axis)
     if 0 in x.shape:
         return largest
-
-    def of_finite() -> Array:
-        return xp.max(xp.abs(only_finite(xp, x)), axis=axis, keepdims=axis is not None)
-
     # The copies of a mask are made where they are needed only: x may be all keys of a cache.
-    largest = problem.backend.cond(xp.all(xp.isfinite(largest)), lambda: largest, of_finite)
+    everywhere = xp.all(xp.isfinite(largest))
+    largest = problem.backend.cond(everywhere, lambda: largest, lambda: magnitude(xp, x, axis))
     return xp.log2(xp.where(xp.greater(largest, 0), largest, xp.ones_like(largest)))
 
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from ..backend import Array, Backend, Record, Structure, flatten
-from ..functional import _attention
 from ..functional._arguments import make_problem
 from ..functional._dispatch import Operation
-from ..kernels import AttentionGrads, Kernel, Problem, RowStatistics, cast, wide, widen
+from ..kernels import AttentionGrads, Kernel, Problem, RowStatistics, cast, choose, wide, widen
 from ..kernels._exclusion import matmul_excluding
 from ..kernels._merge import Sums, finished, merge_sums, sums_of
 from ..kernels._plain import Rows, in_dtypes, nonzero
@@ -123,7 +122,7 @@ class Reading(Record):
 
     def kernel_for(self, problem: Problem) -> Kernel:
         """Return the kernel that computes the pages of a group."""
-        return _attention.kernel_for(problem, self.options["kernel"])
+        return choose(self.backend.kernels, problem, self.options["kernel"])
 
     @property
     def whole(self) -> Problem:

@@ -12,8 +12,7 @@ import numpy as np
 
 from ...backend import Place, dtype_name
 from ...conversion import move, place_of
-from ...functional._attention import kernel_for
-from ...kernels import Array, AttentionGrads, Problem, RowStatistics, StructuredMask, cast, widen
+from ...kernels import Array, AttentionGrads, Problem, RowStatistics, StructuredMask, cast, choose, widen
 from ...kernels._masks import shifted
 from .. import _block as block
 from .._block import Rows
@@ -65,7 +64,7 @@ def gradients(part: Part, whole: bool, **arrays: Array) -> AttentionGrads:
     statistics = RowStatistics(arrays["largest"], arrays["log_total"])
     with problem.backend.scope():
         if whole:
-            return kernel_for(problem, None).backward(dout, dlse, q, k, v, out, statistics, problem)
+            return choose(problem.backend.kernels, problem).backward(dout, dlse, q, k, v, out, statistics, problem)
         return block.backward(dout, q, k, v, out, statistics, problem, dlse)
 
 
