@@ -175,8 +175,7 @@ def differences(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Kill processes, damage files and interrupt calls, for a minute; much longer with ``-- --long``."""
     install(session, "torch,jax,strict,cli,plot,test", "ml_dtypes", "pytest-xdist")
-    quick = QUICK["torch"] | QUICK["jax"]  # its tests use all libraries in one process
-    session.run("pytest", "tests/faults", "-n", "2", *session.posargs, env=UNSELECTED | quick)
+    session.run("pytest", "tests/faults", "-n", "2", *session.posargs, env=UNSELECTED | QUICK["torch"])
 
 
 # The supported Python versions, each with the oldest releases that pyproject.toml admits, and with the newest.

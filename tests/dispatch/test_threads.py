@@ -1,33 +1,13 @@
 """Threads and processes: ten concurrent threads get their own results, and both processes work after a fork."""
 
 import os
-import threading
 
 import numpy as np
 import pytest
+from at_once import run_at_once
 
 import polyattn as pa
 from polyattn import registry
-
-
-def run_at_once(work, count):
-    """Run ``work(i)`` in threads that start together; raise the first fault."""
-    gate, faults = threading.Barrier(count), []
-
-    def guarded(i):
-        gate.wait()
-        try:
-            work(i)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
 
 
 def test_ten_threads(home, place, native, host):

@@ -6,13 +6,11 @@ as JSON, and ``page.py`` writes it into docs/reliability.md.
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "shared"))  # what several modules import
 # Most of JAX's time is the compilation of programs that run once or twice; this must be set before it is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 

@@ -5,36 +5,16 @@
 
 import asyncio
 import contextlib
-import threading
 
 import numpy as np
 import pytest
+from at_once import run_at_once
 
 import polyattn as pa
 
 BACKENDS = ("numpy", "torch", "jax", "array-api-strict")
 THREADS, INPUTS = 64, 8
 OUTCOME = "each its own selection, the bits of one thread"
-
-
-def at_once(work, count=THREADS):
-    """Run ``work(i)`` in threads that start together; raise the first fault."""
-    gate, faults = threading.Barrier(count), []
-
-    def guarded(i):
-        gate.wait()
-        try:
-            work(i)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
 
 
 def bits(*arrays):
@@ -77,7 +57,7 @@ def test_scopes_in_threads(amount, tried):
             nest(rng)
             assert selected() is None
 
-    at_once(work)
+    run_at_once(work, THREADS)
     tried("scopes in 64 threads", THREADS * times * 5, "the innermost one of the thread is in force")
 
 
@@ -97,7 +77,7 @@ def test_the_default_in_threads(amount, tried):
                 assert selected() == mine
 
     try:
-        at_once(work)
+        run_at_once(work, THREADS)
     finally:
         pa.set_backend(None)
     tried("changes of the default by 64 threads", THREADS // 2 * times, "one that was set; scopes take precedence")
@@ -145,7 +125,7 @@ def test_layers_and_caches(name, amount, tried, rng):
         for _ in range(times):
             assert computed(i % INPUTS) == wants[i % INPUTS]
 
-    at_once(work)
+    run_at_once(work, THREADS)
     assert bits(*layer.parameters().values()) == bits(*params.values())
     tried(f"layers, optimisers and caches in 64 threads on {name}", THREADS * times, OUTCOME)
 
@@ -168,7 +148,7 @@ def test_the_pool(name, amount, tried, rng, monkeypatch):
         for _ in range(times):
             assert computed(i % 8) == wants[i % 8]
 
-    at_once(work)
+    run_at_once(work, THREADS)
     tried(f"problems for the pool from 64 threads on {name}", THREADS * times, OUTCOME)
 
 

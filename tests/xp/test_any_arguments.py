@@ -1,10 +1,10 @@
 """Any combination of attention's arguments, on any kernel: output, log-sum-exp and every gradient."""
 
 import importlib
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from attention_sizes import Sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,29 +14,6 @@ from polyattn.kernels import _tiled, candidates
 from polyattn.testing import TOLERANCES, assert_close
 from polyattn.testing import references as ref
 from polyattn.testing.features import lacking
-
-
-class Sizes(NamedTuple):
-    """The axes of a problem; ``q``, ``k`` and ``v`` are the axes before the heads, which broadcast."""
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    n_q: int
-    n_k: int
-    d_k: int
-    d_v: int
-
-    @property
-    def lead(self) -> tuple[int, ...]:
-        return np.broadcast_shapes(self.q, self.k, self.v)
-
-    @property
-    def scores(self) -> tuple[int, ...]:
-        return (*self.lead, self.heads, self.n_q, self.n_k)
-
 
 # A library that compiles does so for each new shape: there the shapes come from a few.
 FEW = [

@@ -2,9 +2,10 @@
 
 import layers_reference as formulas
 from arrays_in_memory import Given, given
-from attention_problem import Sizes, native, source
+from attention_problem import native, source
 from attention_problems import EXTREMES, Drawing
 from attention_reference import Made
+from attention_sizes import Sizes
 from operation_cases import Case, Operations
 
 import polyattn as pa

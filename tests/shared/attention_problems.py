@@ -5,8 +5,9 @@ import random
 
 import numpy as np
 from arrays_in_memory import Given, given, rounded, values
-from attention_problem import Problem, Sizes
+from attention_problem import Problem
 from attention_reference import Made, Pairs
+from attention_sizes import Sizes
 
 import polyattn as pa
 
