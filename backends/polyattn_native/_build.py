@@ -32,7 +32,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
     "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden", "-Wall", "-Wextra",
 )  # fmt: skip
-# Clang honours the pragma of adamw.cpp and rotary.cpp, which allows no fused product there, only if it is told to.
+# Clang honours the pragma of unfused.h, which allows no fused product, only if it is told to.
 CLANG_FLAGS = ("-ffp-contract=fast-honor-pragmas",)
 GCC_FLAGS = ("-ffp-contract=fast", "-Wno-maybe-uninitialized")  # GCC warns of its own header for AVX-512
 BF16 = "x86-64-v4-bf16"

@@ -1,10 +1,6 @@
 // AdamW's update of one parameter: the formula of optim/_adamw.py where no square leaves the range of the dtype.
-// Products and sums are rounded one by one, as NumPy does: a training goes on bit for bit with either of the two.
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+// Products and sums are rounded one by one: a training goes on bit for bit with NumPy or with this.
+#include "unfused.h"
 
 #include "adamw.h"
 #include "pieces.h"

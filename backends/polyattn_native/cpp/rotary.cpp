@@ -1,11 +1,7 @@
 // Rotary position embedding: pairs of features rotated by given cosines and sines. The backward is the same with the
 // sines negated.
-// Products and sums are rounded one by one, as NumPy does, so that the results are those of the formula.
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+// Products and sums are rounded one by one, so that the results are those of the formula in NumPy.
+#include "unfused.h"
 
 #include "pieces.h"
 
