@@ -131,7 +131,7 @@ def log2_magnitude(problem: Problem, x: Array, axis: int | None) -> Array:
     if 0 in x.shape:
         return largest
     # The copies of a mask are made where they are needed only: x may be all keys of a cache.
-    everywhere = xp.all(xp.isfinite(largest))
+    everywhere = xp.isfinite(xp.max(largest))  # across devices, only a maximum is communicated
     largest = problem.backend.cond(everywhere, lambda: largest, lambda: magnitude(xp, x, axis))
     return xp.log2(xp.where(xp.greater(largest, 0), largest, xp.ones_like(largest)))
 
