@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from small_tiles import in_tiles
 
 from polyattn import registry, selection
 
@@ -56,14 +57,11 @@ def program():
 
 
 @pytest.fixture
-def tiles(monkeypatch):
+def tiles(monkeypatch, contract):
     """Return ``tiles(n_q, n_k)``, which limits the queries and keys of the generic kernel's tiles."""
 
     def limit(n_q, n_k):
-        def lengths(sizes):
-            return min(sizes.n_q, n_q), min(sizes.n_k, n_k)
-
-        monkeypatch.setattr("polyattn.kernels._tiled.tile_lengths", lengths)
+        monkeypatch.setattr(type(contract), "kernels", in_tiles(contract, n_q, n_k))
 
     return limit
 

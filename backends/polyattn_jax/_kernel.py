@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Structure, flatten
+from polyattn.backend import Array, AttentionGrads, Problem, RowStatistics, Structure, flatten, in_tiles_of
 from polyattn_native import refusal, thread_count
 
 __all__ = ["DirectKernel", "JitKernel", "NativeKernel", "ScanKernel"]
@@ -20,11 +20,17 @@ FEW = 16
 
 
 class JitKernel:
-    """:class:`polyattn.backend.TiledKernel` as two compiled functions; its loop over tiles is a ``lax.scan``."""
+    """:class:`polyattn.backend.TiledKernel` as two compiled functions; its loop over tiles is a ``lax.scan``.
+
+    ``tile`` is the generic kernel's, which also computes what another kernel is in doubt of.
+    """
 
     name = "jit"
     traced: tuple[str, ...] = ("scale", "softcap")
     """The numbers of a problem that are operands of the compiled function: a new value compiles nothing."""
+
+    def __init__(self, tile: tuple[int, int] | None = None) -> None:
+        self.tile = tile
 
     def supports(self, problem: Problem) -> str | None:
         """Support everything."""
@@ -33,7 +39,7 @@ class JitKernel:
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Run the compiled forward."""
         kernel = self._for(q=q, k=k, v=v)
-        arrays, structure = _flat(problem, kernel.traced)
+        arrays, structure = _flat(in_tiles_of(self, problem), kernel.traced)
         out, statistics = _compiled(kernel.name, "forward", structure)(arrays, q, k, v)
         return out, statistics
 
@@ -43,7 +49,7 @@ class JitKernel:
     ) -> AttentionGrads:  # fmt: skip
         """Run the compiled backward."""
         kernel = self._for(q=q, k=k, v=v)
-        arrays, structure = _flat(problem, kernel.traced)
+        arrays, structure = _flat(in_tiles_of(self, problem), kernel.traced)
         operands = (dout, dlse, q, k, v, out, statistics)
         return AttentionGrads(*_compiled(kernel.name, "backward", structure)(arrays, *operands))
 

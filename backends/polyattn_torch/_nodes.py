@@ -23,6 +23,7 @@ from polyattn.backend import (
     Tangents,
     attention_backward_vjp,
     attention_tangents,
+    in_tiles_of,
 )
 
 __all__ = ["attention", "attention_backward"]
@@ -86,7 +87,7 @@ class Operands(NamedTuple):
 
 def attention(kernel: Kernel, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
     """Return out and row statistics of a kernel, as one node."""
-    bare, arrays = taken_apart(problem)
+    bare, arrays = taken_apart(in_tiles_of(kernel, problem))
     out, *statistics = _Attention.apply(kernel, bare, q, k, v, *arrays)
     return out, RowStatistics(*statistics)
 
@@ -96,7 +97,7 @@ def attention_backward(
     statistics: RowStatistics, problem: Problem,
 ) -> AttentionGrads:  # fmt: skip
     """Return the gradients of a kernel, as one node."""
-    bare, arrays = taken_apart(problem)
+    bare, arrays = taken_apart(in_tiles_of(kernel, problem))
     return AttentionGrads(*_Backward.apply(kernel, bare, dout, dlse, out, *statistics, q, k, v, *arrays))
 
 

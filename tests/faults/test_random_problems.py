@@ -15,11 +15,12 @@ import pytest
 from arrays_in_memory import opened
 from attention_problems import problem
 from attention_reference import Value
+from small_tiles import in_tiles
 from wrong_arguments import WRONG, call_with
 
 import polyattn as pa
 from polyattn.backend import dtype_name
-from polyattn.kernels import _tiled, candidates
+from polyattn.kernels import candidates
 from polyattn.testing import TOLERANCES, assert_close
 
 SMALL = {
@@ -34,7 +35,8 @@ def small_tiles(monkeypatch):
     """Return ``small_tiles(backend)``, which makes the tiles of its kernels small."""
 
     def limit(backend):
-        monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (min(sizes.n_q, 5), min(sizes.n_k, 8)))
+        contract = opened(backend).contract
+        monkeypatch.setattr(type(contract), "kernels", in_tiles(contract, 5, 8))
         for module, constants in SMALL[backend].items():
             for name, value in constants.items():
                 monkeypatch.setattr(importlib.import_module(module), name, value)

@@ -58,14 +58,14 @@ def test_a_sink_of_minus_infinity_has_no_gradient(n_k, make, to_np):
 
 def test_a_sink_of_minus_infinity_beside_large_scores(tiles, contract, make, to_np):
     """Rows of several tiles that attend to nothing have no largest score to subtract from it."""
-    tiles(2, 2)
-    q, k, v = np.full((2, 6, 1), 20.0), np.full((2, 3, 1), 3.0), np.ones((2, 3, 1))
+    tiles(2, 4)
+    q, k, v = np.full((2, 12, 1), 20.0), np.full((2, 6, 1), 3.0), np.ones((2, 6, 1))
     sinks = np.array([-np.inf, 0.5])
-    want = ref.attention_gradients(np.ones((2, 6, 1)), q, k, v, causal=True, sinks=sinks)
+    want = ref.attention_gradients(np.ones((2, 12, 1)), q, k, v, causal=True, sinks=sinks)
 
     def gradients(kernel):
         _, cache = pa.attention_forward(make(q), make(k), make(v), causal=True, sinks=make(sinks), kernel=kernel)
-        return pa.attention_backward(make(np.ones((2, 6, 1))), cache)
+        return pa.attention_backward(make(np.ones((2, 12, 1))), cache)
 
     for name, grads in of_each_kernel(contract, gradients).items():
         assert_close(to_np(grads.sinks), want.sinks, what=f"gradient of the sinks, {name}", scale=1.0)

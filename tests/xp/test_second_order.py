@@ -30,22 +30,22 @@ EVEN = AttentionCase(
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_case_in_tiles(case, tiny, make, to_np):
     moving = Moving(case.problem())
-    check_jvp(moving, make, to_np)
-    check_vjp(moving, make, to_np)
+    check_jvp(moving, make, to_np, kernel="tiled")
+    check_vjp(moving, make, to_np, kernel="tiled")
 
 
 @pytest.mark.needs("any_shape")
 def test_everything_in_every_dtype(tiny, dtype, make, to_np):
     moving = Moving(EVERYTHING.problem().rounded(to_np, make, dtype))
     moving.directions = {name: to_np(make(u, dtype)).astype(np.float64) for name, u in moving.directions.items()}
-    check_jvp(moving, make, to_np, dtype)
-    check_vjp(moving, make, to_np, dtype)
+    check_jvp(moving, make, to_np, dtype, kernel="tiled")
+    check_vjp(moving, make, to_np, dtype, kernel="tiled")
 
 
 def test_dropout_in_tiles(tiny, make, to_np):
     moving = Moving(EVEN.problem(), keep=ref.keep_mask((2, 4, 8), 0.3, 9), dropout=0.3)
-    check_jvp(moving, make, to_np, dropout=0.3, seed=9)
-    check_vjp(moving, make, to_np, dropout=0.3, seed=9)
+    check_jvp(moving, make, to_np, dropout=0.3, seed=9, kernel="tiled")
+    check_vjp(moving, make, to_np, dropout=0.3, seed=9, kernel="tiled")
 
 
 def test_bias_and_mask_with_structure(make, to_np):

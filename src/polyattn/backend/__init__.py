@@ -49,6 +49,7 @@ from ..kernels import (
     dtype_name,
     expand,
     flatten,
+    in_tiles_of,
     statistics_of_lse,
     unbroadcast,
 )
@@ -107,6 +108,7 @@ __all__ = [
     "feature_of",
     "features_of",
     "flatten",
+    "in_tiles_of",
     "silenced",
     "statistics_of_lse",
     "unbroadcast",

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backend import Array, Backend, Structure, dtype_name, flatten
 from ..errors import ArgumentError
-from ..kernels import cast
+from ..kernels import cast, in_tiles_of
 from ..kernels._jvp import Tangents, jvp
 from ._arguments import checked_call
 from ._attention import Saved, forward, row_statistics_of, with_head
@@ -121,8 +121,10 @@ def in_order(given: Any, what: str, arguments: Mapping[str, Array | None]) -> di
 def compiled(function: Callable[..., Any], native: Backend, saved: Saved) -> Callable[..., Any]:
     """Return ``function(saved, *more)`` for records ``more``, compiled where the library compiles.
 
+    It computes in the tiles of the forward's kernel.
     A seed that fits in int32 becomes an array, so that a new seed does not compile again.
     """
+    saved = saved._replace(problem=in_tiles_of(saved.kernel, saved.problem))
     if type(native).jit is Backend.jit:  # not cached: torch.compile warns about ``lru_cache``
         return functools.partial(function, saved)
     seed = saved.problem.seed

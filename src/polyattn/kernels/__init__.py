@@ -16,7 +16,7 @@ from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
 from ._records import Record, Structure, flatten, holds
 from ._relative_positions import RelativePositionBias
 from ._structure import BothMasks, StructuredBias, StructuredMask
-from ._tiled import TiledKernel, allowed_in, loops, reach, tile_lengths, unrounded, with_statistics
+from ._tiled import TiledKernel, allowed_in, in_tiles_of, loops, reach, tile_lengths, unrounded, with_statistics
 from ._units import is_moderate
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "expand",
     "flatten",
     "holds",
+    "in_tiles_of",
     "is_moderate",
     "loops",
     "merge",

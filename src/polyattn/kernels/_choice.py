@@ -38,8 +38,7 @@ def refusal(kernel: Kernel, problem: Problem) -> str | None:
 
     Features of length 0 are valid, but only the generic and the plain kernel have to support them.
     """
-    own = kernel is not GENERIC and kernel is not PLAIN
-    if own and 0 in (problem.sizes.d_k, problem.sizes.d_v):
+    if 0 in (problem.sizes.d_k, problem.sizes.d_v) and not isinstance(kernel, TiledKernel | PlainKernel):
         return "there are features of length 0"
     return kernel.supports(problem)
 

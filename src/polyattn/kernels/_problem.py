@@ -111,6 +111,8 @@ class Problem(Record):
     """
     table: Array | None = None
     """The array of values of a structured bias. The gradient of the bias is then the gradient of this table."""
+    tile: tuple[int, int] | None = None
+    """The most queries and keys of a tile of the generic kernel; None: chosen from the sizes."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = (
         "q_offset", "key_lengths", "seed", "mask", "bias", "sinks", "q_segments", "k_segments", "origin", "table",

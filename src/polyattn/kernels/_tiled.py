@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ..errors import ArgumentError
 from ._arrays import Array, cast, wide, widen
 from ._masks import allowed, shifted
 from ._merge import Sums, finished, merge_sums
 from ._plain import PlainKernel, Rows, backward_in_units, forward_in_units, plain_gradients, plain_rows, sums
-from ._problem import AttentionGrads, Kernel, Problem, RowStatistics, Sizes
+from ._problem import AttentionGrads, Kernel, Problem, RowStatistics
 from ._structure import StructuredBias, StructuredMask
 from ._units import LARGE, Units, divided, magnitude
 
@@ -49,9 +50,21 @@ class Loop(NamedTuple):
 
 
 class TiledKernel:
-    """Attention tile by tile: the sums of the plain kernel over each tile, merged over the keys."""
+    """Attention tile by tile: the sums of the plain kernel over each tile, merged over the keys.
+
+    Parameters
+    ----------
+    tile : (queries, keys), optional
+        The most of a tile, the keys a multiple of 4, since dropout draws the bits of four keys together. By default
+        they are chosen from the sizes of the problem.
+    """
 
     name = "tiled"
+
+    def __init__(self, tile: tuple[int, int] | None = None) -> None:
+        if tile is not None and (min(tile) < 1 or tile[1] % 4):
+            raise ArgumentError(f"tile: expected (queries, keys) of 1 or more, the keys a multiple of 4, got {tile}")
+        self.tile = tile
 
     def supports(self, problem: Problem) -> str | None:
         """Support everything."""
@@ -59,6 +72,7 @@ class TiledKernel:
 
     def forward(self, q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, RowStatistics]:
         """Return out and the row statistics: the sums of the tiles and the sinks, merged."""
+        problem = in_tiles_of(self, problem)
         if in_one_tile(problem):
             return PLAIN.forward(q, k, v, problem)
         return forward_in_units(problem, q, k, v, tiled_forward)
@@ -68,14 +82,21 @@ class TiledKernel:
         problem: Problem,
     ) -> AttentionGrads:  # fmt: skip
         """Return the sum of the gradients of the tiles, each computed with the statistics of the whole rows."""
+        problem = in_tiles_of(self, problem)
         if in_one_tile(problem):
             return PLAIN.backward(dout, dlse, q, k, v, out, statistics, problem)
         return backward_in_units(problem, dout, dlse, q, k, v, out, statistics, tiled_rows, tiled_gradients)
 
 
+def in_tiles_of(kernel: Kernel, problem: Problem) -> Problem:
+    """Return the problem with the tile that a kernel was given, if it is a generic kernel that was given one."""
+    tile = getattr(kernel, "tile", None)
+    return problem if tile is None else replace(problem, tile=tile)
+
+
 def in_one_tile(problem: Problem) -> bool:
     """Return whether all scores fit into one tile."""
-    return tile_lengths(problem.sizes) == (problem.sizes.n_q, problem.sizes.n_k)
+    return tile_lengths(problem) == (problem.sizes.n_q, problem.sizes.n_k)
 
 
 def tiled_forward(
@@ -185,8 +206,11 @@ def units_at(part: Problem, units: Units | None, tile: Tile) -> Units | None:
     return None if units is None else Units(*(cut(part, x, tile.query, part.sizes.n_q, -2) for x in units))
 
 
-def tile_lengths(sizes: Sizes) -> tuple[int, int]:
-    """Return the numbers of queries and keys of a tile: equal if possible, and all of them if they are few."""
+def tile_lengths(problem: Problem) -> tuple[int, int]:
+    """Return the numbers of queries and keys of a tile: those of the problem, or equal if possible; at most all."""
+    sizes = problem.sizes
+    if problem.tile is not None:
+        return min(sizes.n_q, problem.tile[0]), min(sizes.n_k, problem.tile[1])
     room = SCORES // max(math.prod(sizes.scores[:-2]), 1)
     side = next((n for n in range(MOST, LEAST, -64) if n * n <= room), LEAST)  # torch.compile cannot trace isqrt
     n_q = min(sizes.n_q, side)
@@ -218,7 +242,7 @@ def tile_at(problem: Problem, tiles: tuple[Tile, ...], index: int | Array) -> Ti
 def loops(problem: Problem) -> Iterator[Loop]:
     """Yield loops over the tiles of a problem: one for each shape, whole or not. Fully excluded tiles are skipped."""
     sizes = problem.sizes
-    step_q, step_k = tile_lengths(sizes)
+    step_q, step_k = tile_lengths(problem)
     if isinstance(problem.mask, StructuredMask):
         step_q, step_k = problem.mask.tile_lengths(step_q, step_k)
     for n_q, queries in _spans(sizes.n_q, step_q):

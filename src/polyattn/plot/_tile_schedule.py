@@ -69,7 +69,7 @@ def tile_schedule(
         window=window or (None, None), q_offset=n_k - n_q if q_offset is None else q_offset, key_lengths=key_lengths,
     )  # fmt: skip
     axes = drawable(axes, (6.4, 6.0))
-    step_q, step_k = tile_lengths(problem.sizes)
+    step_q, step_k = tile_lengths(problem)
     tiles = [(tile, loop) for loop in loops(problem) for tile in loop.tiles]
     axes.set_facecolor(COLOURS["skipped"])
     for number, (tile, loop) in enumerate(tiles, 1):

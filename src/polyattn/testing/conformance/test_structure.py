@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 import polyattn as pa
-from polyattn.backend import dtype_name
-from polyattn.kernels import _tiled
+from polyattn.backend import TiledKernel, dtype_name
+from polyattn.registry import owner
 from polyattn.testing import assert_close, slopes_agree
 from polyattn.testing import references as ref
 
@@ -200,8 +200,9 @@ def test_as_written_out(make: Any, to_np: Any, name: str) -> None:
 
 
 def test_in_tiles(monkeypatch: pytest.MonkeyPatch, make: Any, to_np: Any) -> None:
-    monkeypatch.setattr(_tiled, "tile_lengths", lambda sizes: (2, 4))
-    assert compare(problem_of("relative-excluding"), make, to_np, "tiled") == "tiled"
+    problem = problem_of("relative-excluding")
+    monkeypatch.setattr(type(owner(make(problem.dout))), "kernels", (TiledKernel(tile=(2, 4)),))
+    assert compare(problem, make, to_np, "tiled") == "tiled"
 
 
 def test_weights(make: Any, to_np: Any) -> None:
