@@ -26,7 +26,7 @@ from polyattn.backend import (
 from ._arguments import Arguments, arguments, kept_axes, point_to, refusal, threads_of
 from ._library import library, succeeded
 from ._structures import Attention, AttentionBackward, Status
-from ._views import NAMES, empty, empty_as, empty_like, fill, pointers, readable, zeros
+from ._views import NAMES, empty, empty_as, fill, pointers, readable, zeros
 
 __all__ = ["NativeKernel"]
 
@@ -63,8 +63,8 @@ class NativeKernel:
         q_, k_, v_ = readable(q), readable(k), readable(v)
         rows, threads = problem.sizes.scores[:-1], threads_of(problem)
         out = empty_as(q_, (*rows, problem.sizes.d_v))
-        largest = empty(q_, rows, None if problem.dtype in WIDE else "float32")
-        statistics = RowStatistics(largest, empty_like(largest))
+        wide = None if problem.dtype in WIDE else "float32"
+        statistics = RowStatistics(empty(q_, rows, wide), empty(q_, rows, wide))
         given = arguments(q_, k_, v_, out, problem)  # holds the arrays to which the structure points
         status = _forward_at()(given.structure, *pointers(q_, k_, v_, out), *pointers(*statistics), threads)
         if not succeeded(status):

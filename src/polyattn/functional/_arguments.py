@@ -110,8 +110,8 @@ def checked_sizes(q: Array, k: Array, v: Array | None) -> Sizes:
     expect_one_dtype(**named)
     for name, x in named.items():
         expect_rank(name, x, 2)
-    (*q_batch, n_q, d_k), (*k_batch, n_k, _) = q.shape, k.shape
-    if k.shape[-1] != d_k:
+    (*q_batch, n_q, d_k), (*k_batch, n_k, width) = q.shape, k.shape
+    if width != d_k:
         raise ShapeError(f"k: expected (…, n_k, {d_k}) to match q's d_k={d_k}, got {tuple(k.shape)}")
     v_batch, d_v = k_batch, 0
     if v is not None:

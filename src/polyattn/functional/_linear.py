@@ -40,7 +40,7 @@ def forward(backend: Backend, x: Array, weight: Array, bias: Array | None) -> tu
     wide, shift = widen(xp, weight), None if bias is None else widen(xp, bias)
 
     def formula(x: Array) -> Array:
-        return cast(xp, _product(backend, widen(xp, x), wide, shift), x.dtype)  # (rows, out)
+        return cast(xp, _product(backend, xp, widen(xp, x), wide, shift), x.dtype)  # (rows, out)
 
     y = backend.by_rows(formula, _rows(xp, x))
     return xp.reshape(y, (*x.shape[:-1], weight.shape[1])), Saved(x, weight, bias)
@@ -56,23 +56,22 @@ def backward(backend: Backend, dy: Array, saved: Saved, *, inputs: bool = True) 
     # y = x W + b
     if bias is not None:
         dbias = cast(xp, apply_linear(backend, lambda dy: xp.sum(dy, axis=0), dy_rows), bias.dtype)  # (out,)
-    dweight = cast(xp, _product(backend, xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
+    dweight = cast(xp, _product(backend, xp, xp.matrix_transpose(x_rows), dy_rows), weight.dtype)  # (in, out)
     if not inputs:
         return LinearGrads(None, dweight, dbias)
-    dx = _product(backend, dy_rows, xp.matrix_transpose(widen(xp, weight)))  # (rows, in)
+    dx = _product(backend, xp, dy_rows, xp.matrix_transpose(widen(xp, weight)))  # (rows, in)
     return LinearGrads(cast(xp, xp.reshape(dx, x.shape), x.dtype), dweight, dbias)
 
 
-def _product(backend: Backend, a: Array, b: Array, shift: Array | None = None) -> Array:
+def _product(backend: Backend, xp: Any, a: Array, b: Array, shift: Array | None = None) -> Array:
     """Return a b + shift; where a sum overflows, it is computed again from factors that are scaled down.
 
     The second product costs as much as the first, so it is left out where the values cannot be read.
     """
-    xp = backend.namespace()
     y = xp.matmul(a, b)
     if shift is not None:
         y = y + shift
-    if stands(backend, y):
+    if stands(backend, xp, y):
         return y
     less = shrink(y)
     product = xp.matmul(a * less, b * less) / less

@@ -89,9 +89,8 @@ def within(xp: Any, x: Array, low: float, high: float) -> bool:
     return 0 in x.shape or (bool(xp.greater_equal(xp.min(x), low)) and bool(xp.less_equal(xp.max(x), high)))
 
 
-def stands(backend: Backend, y: Array) -> bool:
+def stands(backend: Backend, xp: Any, y: Array) -> bool:
     """Return whether a plain result is the final one: its sum is finite, or its values cannot be read."""
-    xp = backend.namespace()
     return not backend.state(y).readable or bool(xp.isfinite(xp.sum(y)))
 
 
@@ -106,6 +105,6 @@ def apply_linear(backend: Backend, function: Callable[[Array], Array], x: Array)
     A trace computes it once: a choice by its values would not be linear, and JAX transposes backwards.
     """
     xp, y = backend.namespace(), function(x)
-    if stands(backend, y):
+    if stands(backend, xp, y):
         return y
     return xp.where(xp.isfinite(y), y, function(x * shrink(x)) / shrink(x))

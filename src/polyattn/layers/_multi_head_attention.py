@@ -251,15 +251,15 @@ class MultiHeadAttention(Layer):
         **attention: Any,
     ) -> tuple[Array, Saved]:  # fmt: skip
         """Project, split into heads, attend, join the heads, project; return ``(y, saved)``."""
-        of_key, of_value = Inputs(query, key, value, value_is_query).sources
+        xp, (of_key, of_value) = backend.namespace(), Inputs(query, key, value, value_is_query).sources
         q, q_proj = self.q_proj.native_forward(backend, query)  # (…, n_q, H·d_k)
         k, k_proj = self.k_proj.native_forward(backend, of_key)  # (…, n_k, H_kv·d_k)
         v, v_proj = self.v_proj.native_forward(backend, of_value)  # (…, n_k, H_kv·d_v)
         q, q_heads = self._q_heads(backend, q, positions, attention["q_offset"])  # (…, H, n_q, d_k)
         k, k_heads = self._k_heads(backend, k, key_positions, 0)  # (…, H_kv, n_k, d_k)
-        v = split_heads(backend.namespace(), v, self.num_kv_heads)  # (…, H_kv, n_k, d_v)
+        v = split_heads(xp, v, self.num_kv_heads)  # (…, H_kv, n_k, d_v)
         out, of_attention = _attention.forward(backend, q, k, v, **self._parameters, **attention)  # (…, H, n_q, d_v)
-        y, out_proj = self.out_proj.native_forward(backend, join_heads(backend.namespace(), out))  # (…, n_q, d_model)
+        y, out_proj = self.out_proj.native_forward(backend, join_heads(xp, out))  # (…, n_q, d_model)
         out_proj = out_proj._replace(x=None)  # attention's result with joined heads
         shared = value_is_query, key is None, value is None
         return y, Saved(q_proj, k_proj, v_proj, q_heads, k_heads, of_attention, out_proj, *shared)

@@ -60,7 +60,7 @@ class Spy:
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     found = Spy()
-    monkeypatch.setattr(polyattn_numpy, "operation", found)
+    monkeypatch.setattr(polyattn_numpy.NumpyBackend, "operation", found)
     return found
 
 
