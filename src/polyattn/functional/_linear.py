@@ -68,7 +68,7 @@ def _product(backend: Backend, xp: Any, a: Array, b: Array, shift: Array | None 
 
     The second product costs as much as the first, so it is left out where the values cannot be read.
     """
-    y = xp.matmul(a, b)
+    y = a @ b
     if shift is not None:
         y = y + shift
     if stands(backend, xp, y):
