@@ -122,7 +122,8 @@ def attention(
         Query i has position ``q_offset + i`` and sees the keys at positions up to its own.
     q_offset : int or integers, optional
         Position of the first query among the keys; an array has one for each batch entry. With the default
-        n_k − n_q the queries are the last positions; with 0 the first. May be negative.
+        n_k − n_q the queries are the last positions; with 0 the first. May be negative. In an array, positions
+        beyond ±2²⁹ may count as ±2²⁹, which differs only with a window of at least that size.
     window : (left, right), optional
         How far before and after its own position a query sees, inclusive; None is unbounded.
     key_lengths : int or integers, optional
