@@ -11,11 +11,12 @@ from ._arrays import BFLOAT16
 from ._foreign import ForeignCall, constants, foreign_call
 from ._kernel import NativeKernel
 from ._library import Library, library, note, status
-from ._pointwise import operation, operations
+from ._pointwise import LEAST_ROWS, operation, operations
 from ._threads import thread_count
 
 __all__ = [
     "BFLOAT16",
+    "LEAST_ROWS",
     "ForeignCall",
     "Library",
     "NativeKernel",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,12 +23,12 @@ from ._structures import AdamWStep, Status
 from ._threads import thread_count
 from ._views import address_of, memory_of, strides_of
 
-__all__ = ["operation", "operations"]
+__all__ = ["LEAST_ROWS", "operation", "operations"]
 
 GELU = {"none": 0, "tanh": 1}  # enum Activation of cpp/pointwise.cpp
 SILU = 2
 NULL = None
-ROWS, COLUMNS = 96, 32  # of the smallest matrix product that is faster than NumPy's BLAS
+LEAST_ROWS, LEAST_COLUMNS = 96, 32  # of the smallest matrix product that is faster than NumPy's BLAS
 
 
 def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
@@ -270,7 +271,7 @@ class Operations:
     # ---- linear maps ---------------------------------------------------------------------------------------------
 
     def linear(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
-        if x.size < ROWS * weight.shape[0]:
+        if math.prod(x.shape[:-1]) < LEAST_ROWS:
             return None
         y = self._product(_rows(x, weight.shape[0]), weight, bias)
         return None if y is None else y.reshape(*x.shape[:-1], weight.shape[1])
@@ -291,7 +292,7 @@ class Operations:
     def _product(self, a: Array, b: Array, bias: Array | None = None) -> Array | None:
         """Return a b + bias for matrices with any strides; None where NumPy's product is faster."""
         (m, k), n = a.shape, b.shape[1]
-        if not self._multiplies or m < ROWS or min(k, n) < COLUMNS:
+        if not self._multiplies or m < LEAST_ROWS or min(k, n) < LEAST_COLUMNS:
             return None
         if not (is_matrix(a, a) and is_matrix(b, a) and b.shape[0] == k and is_whole(bias, a.dtype, n)):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import distributed
 
 from polyattn.backend import Array
-from polyattn_native import BFLOAT16, operations
+from polyattn_native import BFLOAT16, LEAST_ROWS, operations
 
 from ._tracing import opaque
 
@@ -27,6 +28,8 @@ def operation(name: str, *arrays: Array | None, **options: Any) -> Any:
     function = operations("torch").get(name)
     if function is None or opaque(*arrays):
         return None
+    if name == "linear" and math.prod(arrays[0].shape[:-1]) < LEAST_ROWS:  # type: ignore[union-attr]  # x is given
+        return None  # as the library would, but views of the tensors take longer than the product of few rows
     for x in arrays:
         if x is not None and not _plain(x):
             return None
