@@ -10,7 +10,7 @@ import jax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from polyattn.backend import Array, flatten
+from polyattn.backend import Array, KernelUnsupportedError, flatten
 
 from ._linear import Linear, linear
 
@@ -60,7 +60,13 @@ def transposed(transpose: Callable[..., tuple[Array, ...]], y: Array) -> Linear:
     like = jax.typeof(y).strip_weak_type()
 
     def apply(residuals: Sequence[Array], operands: Sequence[Array]) -> tuple[Array, ...]:
-        found: tuple[Array, ...] = jax.linear_transpose(lambda dy: transpose(residuals, (dy,)), like)(operands)
+        try:
+            found: tuple[Array, ...] = jax.linear_transpose(lambda dy: transpose(residuals, (dy,)), like)(operands)
+        except AssertionError as error:  # a cond whose predicate depends on dy
+            raise KernelUnsupportedError(
+                "kernel: expected one that supports forward mode on JAX, got one whose backward depends on the values "
+                "of the upstream gradient; kernel='jit' computes the same with tangents"
+            ) from error
         return found
 
     return Linear(apply, transpose)

@@ -125,6 +125,18 @@ def small():
     return *(jnp.asarray(RNG.standard_normal((1, n, 2))) for n in (2, 3, 3)), jnp.asarray(mask)
 
 
+@pytest.mark.parametrize("kernel", ["tiled", "plain"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernels_without_tangents_say_so(kernel, compiled):
+    x = jnp.ones((1, 2, 3, 4))
+
+    def tangent(x):
+        return jax.jvp(lambda x: pa.attention(x, x, x, kernel=kernel), (x,), (x,))[1]
+
+    with pytest.raises(pa.KernelUnsupportedError, match="kernel: expected one that supports forward mode.*kernel='jit'"):
+        (jax.jit(tangent) if compiled else tangent)(x)
+
+
 def test_second_derivatives():
     """In every order of forward and reverse; a row that may attend to nothing has none."""
     q, k, v, mask = small()
