@@ -133,7 +133,7 @@ def test_the_kernels_without_tangents_say_so(kernel, compiled):
     def tangent(x):
         return jax.jvp(lambda x: pa.attention(x, x, x, kernel=kernel), (x,), (x,))[1]
 
-    with pytest.raises(pa.KernelUnsupportedError, match="kernel: expected one that supports forward mode.*kernel='jit'"):
+    with pytest.raises(pa.KernelUnsupportedError, match=r"expected one that supports forward mode.*kernel='jit'"):
         (jax.jit(tangent) if compiled else tangent)(x)
 
 
