@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from small_tiles import in_tiles
 
 from polyattn import registry, selection
 
@@ -59,6 +58,8 @@ def program():
 @pytest.fixture
 def tiles(monkeypatch, contract):
     """Return ``tiles(n_q, n_k)``, which limits the queries and keys of the generic kernel's tiles."""
+    # Not above: ``polyattn check``, which tests run in this folder, loads this file without tests/shared on the path.
+    from small_tiles import in_tiles
 
     def limit(n_q, n_k):
         monkeypatch.setattr(type(contract), "kernels", in_tiles(contract, n_q, n_k))
