@@ -30,17 +30,17 @@ settings.register_profile("thorough", settings.get_profile("explore"), max_examp
 
 HERE = Path(__file__).parent
 NUMPY_ALONE = ("cli", "examples", "functions", "interop", "plugins", "unit")
-PROGRAMS = HERE / "programs"
+PROGRAMS, SHARED = HERE / "programs", HERE / "shared"
 LIBRARY, BACKEND = ((HERE / "stand_ins" / f"{name}.py").read_text() for name in ("library", "backend"))
 
 
 def run_python(*arguments, folder="", timeout=240, **variables):
-    """Run Python in a process of its own, with a folder on its import path, and return what it prints.
+    """Run Python in a process of its own, with a folder and tests/shared on its import path; return what it prints.
 
     Of polyattn's and JAX's variables it has only those that are given.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("POLYATTN_", "JAX_"))}
-    path = os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(folder), str(SHARED), environment.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**environment, "PYTHONPATH": path, **variables}, capture_output=True, text=True, timeout=timeout,

@@ -8,7 +8,6 @@ import importlib
 import math
 import random
 import re
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +22,7 @@ import polyattn as pa
 from polyattn.backend import dtype_name
 from polyattn.kernels import candidates
 from polyattn.testing import TOLERANCES, assert_close
+from polyattn.testing.plugin import forget_programs
 
 SMALL = {
     "numpy": {"polyattn_numpy._layout": {"ROWS": 5, "COLUMNS": 8, "SCORES": 40}},
@@ -102,12 +102,6 @@ def failed(error, case, more=""):
     pytest.fail(f"{type(error).__name__}: {error}\n{case.source()}\n{more}")
 
 
-def forget_programs(backend, index):
-    """Let JAX forget what it compiled, from time to time: each program takes some of the 65,530 memory mappings."""
-    if backend == "jax" and index % 500 == 499:
-        sys.modules["jax"].clear_caches()
-
-
 AMOUNTS = {"numpy": (1_000, 60_000), "torch": (300, 20_000), "jax": (40, 10_000), "array-api-strict": (100, 10_000)}
 OTHERS = {
     "numpy": ("torch", "array-api-strict"),
@@ -129,7 +123,8 @@ def test_problems(backend, tiles, amount, tried, request, small_tiles):
         small_tiles(backend)
     first, declined = (0 if tiles == "usual tiles" else 10**6 + 1), 0
     for index in range(first, first + count):
-        forget_programs(backend, index)
+        if index % 100 == 0:
+            forget_programs()
         case = problem(target, seed, index, kinds, kernels, OTHERS[backend])
         try:
             solve(case, target, alone=index % 3 == 0)
@@ -152,7 +147,8 @@ def test_wrong_arguments(backend, amount, tried, request):
     """A problem with one wrong argument raises one exception of polyattn, which names the argument."""
     target, count, seed = opened(backend), amount(100, 2_000), request.config.getoption("--seed")
     for index in range(count):
-        forget_programs(backend, index)
+        if index % 100 == 0:
+            forget_programs()
         case, draw = problem(target, seed, index, 1 if backend == "jax" else None), random.Random(index)
         wrong = draw.choice(WRONG)
         try:

@@ -5,10 +5,11 @@ gets afterwards.
 """
 
 import sys
-import threading
+
+from at_once import run_at_once
 
 NAMES, COUNT = sys.argv[1:], 64
-gate, results, faults = threading.Barrier(COUNT), {}, []
+results = {}
 
 
 def used(i):
@@ -27,17 +28,8 @@ def used(i):
 
 
 def work(i):
-    gate.wait()
-    try:
-        results[i] = used(i)
-    except BaseException as fault:
-        faults.append(fault)
+    results[i] = used(i)
 
 
-threads = [threading.Thread(target=work, args=(i,)) for i in range(COUNT)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert not faults, faults
+run_at_once(work, COUNT)
 assert all(used(i) == results[i] for i in range(COUNT))

@@ -1,21 +1,17 @@
 """A plugin "slow" that counts its imports in ``builtins.loads``, selected by sixteen threads at once."""
 
 import builtins
-import threading
+
+from at_once import run_at_once
 
 from polyattn import registry
 
-gate, got = threading.Barrier(16), []
+got = []
 
 
-def ask():
-    gate.wait()
+def ask(_):
     got.append(registry.ready("slow"))
 
 
-threads = [threading.Thread(target=ask) for _ in range(16)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+run_at_once(ask, 16)
 print(len(got), len({id(backend) for backend in got}), builtins.loads)

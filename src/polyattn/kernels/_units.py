@@ -81,15 +81,15 @@ def row_units(q: Array, k: Array, problem: Problem) -> Units:
 
 def value_unit(v: Array, problem: Problem) -> Units:
     """Return a power of two: no sum over the keys of v divided by it overflows. 1 if v needs no division."""
-    bound = log2_magnitude(problem, v, None) + math.log2(max(problem.sizes.n_k, 1))
-    return units_beyond(bound - (exponents(bound) - 2), problem)
+    exponent = log2_magnitude(problem, v, None) + math.log2(max(problem.sizes.n_k, 1))
+    return units_beyond(exponent - (exponents(exponent) - 2), problem)
 
 
 def gradient_unit(dout: Array, v: Array, problem: Problem) -> Units:
     """Return a power of two: no product of the values with dout divided by it overflows."""
-    bound = log2_magnitude(problem, dout, None) + log2_magnitude(problem, v, None)
-    bound = bound + math.log2(max(problem.sizes.d_v, 1))
-    return units_beyond(bound - (exponents(bound) - 8), problem)
+    exponent = log2_magnitude(problem, dout, None) + log2_magnitude(problem, v, None)
+    exponent = exponent + math.log2(max(problem.sizes.d_v, 1))
+    return units_beyond(exponent - (exponents(exponent) - 8), problem)
 
 
 def room_for_scores(x: Array, problem: Problem) -> int:

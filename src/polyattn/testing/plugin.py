@@ -104,11 +104,17 @@ def check_name(item: pytest.Item) -> str:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget the programs that JAX compiled, between two files of tests, where a process has many mappings.
+    """Forget compiled programs between two files of tests: the tests of one file share them."""
+    if nextitem is None or nextitem.path != item.path:
+        forget_programs()
+
+
+def forget_programs() -> None:
+    """Forget the programs that JAX compiled where this process has many memory mappings.
 
     Linux allows 65,530. Each compiled program takes some, and the compiler crashes where there are none left.
     """
-    if "jax" in sys.modules and (nextitem is None or nextitem.path != item.path) and MAPPINGS.exists():
+    if "jax" in sys.modules and MAPPINGS.exists():
         with MAPPINGS.open("rb") as lines:
             many = sum(1 for _ in lines) > 25_000
         if many:
